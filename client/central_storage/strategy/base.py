@@ -252,8 +252,7 @@ class StrategyBase(ReplicaDevices):
             kwargs: Keyword arguments of every call.
             lookahead: The number of steps sent ahead, at most 64. 0 sends each step when its result is wanted.
             options: As for :meth:`run`.
-            rates: For optimizers, iterables of learning rates or mappings of hyperparameters. The i-th item holds from
-                the i-th step on, as if assigned before it. An optimizer with a schedule takes none.
+            rates: By optimizer, an iterable of learning rates or of mappings: item i is as if assigned before step i.
 
         Returns:
             An iterator over the results, in order.

@@ -390,7 +390,9 @@ class _Plan:
             kernels = self._kernels[share] = self._bound(share, lane)
         for which, before, kernel in kernels:
             step = steps[which]
-            scale = (*(weights or [1.0] * kernel.replicas), step.factor) if weights or step.factor != 1 else ()
+            factor, scale = step.factor, ()
+            if weights or factor != 1:
+                scale = (*(weights or [1.0] * kernel.replicas), factor)
             kernel.apply(step.given, step.update.t, scale, before)
 
     def _bound(self, share: int, lane: Lane) -> list[tuple[int, int, BoundRanges]]:

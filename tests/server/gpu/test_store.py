@@ -305,6 +305,27 @@ def test_a_sparse_update(both: Both, rule: str, lazy: float, height: int, width:
     both.assert_same()
 
 
+@pytest.mark.parametrize("weights", [(), (0.25, 1.5), (0.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("bound", "own"), [(None, {}), (0.5, {}), (0.5, {"clipvalue": 0.25}), (0.5, {"clipnorm": 0.5})]
+)
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"], ["float32", "complex64"]])
+@pytest.mark.usefixtures("narrow", "locking")
+def test_several_optimizers_weights_and_one_bound(
+    gpus: StandInGpus, weights: tuple[float, ...], bound: float | None, own: dict[str, float], dtypes: list[str]
+) -> None:
+    both = Both()
+    if "clipvalue" in own:  # of real gradients only
+        dtypes = [dtype for dtype in dtypes if dtype != "complex64"]
+    dense = variables(both, "sgd_momentum", dtypes)
+    rows = table(both, "sgd_momentum", 20, 9, [[2, 2, 5], [6]], first=1000)
+    (first,) = apply("sgd_momentum", dense[:1], **own).updates
+    (second,) = apply("sgd_momentum", dense[1:], [rows], learning_rate=0.5).updates
+    both.commit(Apply((first, second), (), weights, bound, 1e-6 if bound else 0.0))
+    both.assert_same(1e-5 if bound else 0.0)
+    both.close()
+
+
 def test_a_row_beyond_the_table_is_left_out(both: Both) -> None:
     both.commit(apply("adam", sparse=[table(both, "adam", 4, 10, [[-1, 2], [4]])]))
     both.assert_same()

@@ -40,6 +40,7 @@ from tests.harness.playbook import (
 
 from cs_proto.messages import (
     Accepted,
+    ApplyPoint,
     Ask,
     Assign,
     Committed,
@@ -47,6 +48,7 @@ from cs_proto.messages import (
     Done,
     MergeCallReturn,
     Merged,
+    OptimizerUpdate,
     PointFailed,
     Preserve,
     Reduced,
@@ -57,6 +59,7 @@ from cs_proto.messages import (
     Value,
     Variable,
 )
+from cs_server.engine.store.tables import Tables
 from cs_server.events import (
     Apply,
     Command,
@@ -389,6 +392,101 @@ def test_a_noted_assign_of_the_wrong_shape_ends_the_run() -> None:
     book.does(asks(0, reads(1), (assigns(0, array(1)),), run=(2,)))
     failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", r"float32\[1\]", ends_run=True) for r in (0, 1)]
     book.on(asks(1, reads(1), (assigns(0, array(1)),), run=(2,)), *failed)
+
+
+# --- several optimizers in one apply --------------------------------------------------------------------------------
+
+
+def tables_of(book: Playbook) -> Tables:
+    """What the engine knows."""
+    return book._engine._server.tables
+
+
+def together(k: int, *numbers: int, known: bool = True, **how: Any) -> ApplyPoint:
+    """An apply of optimizers 1, 2, … to these variables, or if they are ``known`` to the sets of these numbers."""
+    return ApplyPoint(
+        k,
+        "train.py:10",
+        tuple(
+            OptimizerUpdate(optimizer, number if known else 0, () if known else (number,))
+            for optimizer, number in enumerate(numbers, 1)
+        ),
+        0,
+        **how,
+    )
+
+
+def test_several_optimizers_are_one_commit_and_each_counts_once() -> None:
+    book = Playbook(2).begin().has(spec("a", (3,)), spec("b", (3,))).has_optimizer().has_optimizer("Adam")
+    book.does(asks(0, together(0, 1, 2, known=False, weight=0.5)))
+    answers = book.does(asks(1, together(0, 1, 2, known=False, weight=0.25)))
+    assert [command for command in answers if isinstance(command, Send)] == [
+        Send(w(replica), Accepted((1,), 0, (1, 2))) for replica in (0, 1)
+    ]
+    book.settle()
+    book.does(returns(0, 1))
+    (step,) = book.does(returns(1, 1))
+    assert isinstance(step, Commit)
+    (apply,) = step.operations
+    assert isinstance(apply, Apply)
+    assert [(update.rule, update.t) for update in apply.updates] == [("sgd", 1), ("adam", 1)]
+    assert (apply.weights, apply.variables, apply.global_clipnorm) == ((0.5, 0.25), (1, 2), None)
+    book.on(book.finished(), finished(commits=1))
+    assert [optimizer.iterations for optimizer in tables_of(book).optimizers.values()] == [1, 1]
+    for replica in (0, 1):  # now the numbers are known
+        book.does(returns(replica, 1, (together(0, 1, 2, global_clipnorm=1.5, clip_epsilon=1e-6),), run=(2,)))
+    (apply,) = book.commands[-1].operations  # type: ignore[union-attr]
+    assert (apply.weights, apply.global_clipnorm, apply.clip_epsilon) == ((), 1.5, 1e-6)
+    book.settle()
+    assert [optimizer.iterations for optimizer in tables_of(book).optimizers.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"global_clipnorm": 2.0}, "global_clipnorm=1.0, clip_epsilon=0.0 .*global_clipnorm=2.0, clip_epsilon=0.0 "),
+        ({"global_clipnorm": 1.0, "clip_epsilon": 0.5}, "clip_epsilon=0.0 .*clip_epsilon=0.5 "),
+        ({}, "optimizers 1 and 2 with global_clipnorm=1.0.* optimizers 1 and 2 to 'a' and to 'b'"),
+    ],
+)
+def test_replicas_that_differ_in_the_bound_do_not_meet(others: dict[str, float], told: str) -> None:
+    book = Playbook(2).begin().has(spec("a", (3,)), spec("b", (3,))).has_optimizer().has_optimizer()
+    book.on(asks(0, together(0, 1, 2, known=False, global_clipnorm=1.0)))
+    failed = [to(w(r), PointFailed, MISMATCH, told, ends_run=True) for r in (0, 1)]
+    book.on(asks(1, together(0, 1, 2, known=False, **others)), *failed)
+
+
+def test_optimizers_that_share_a_variable_are_refused() -> None:
+    book = Playbook(2).begin().has(spec("a", (3,))).has_optimizer().has_optimizer()
+    book.on(asks(0, together(0, 1, 1, known=False)))
+    reason = "optimizers 1 and 2 both update variable 'a' in one apply; give it to one of them"
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False) for r in (0, 1)]
+    book.on(asks(1, together(0, 1, 1, known=False)), *failed)
+    assert not tables_of(book).sets
+
+
+def test_of_sets_that_cannot_all_be_made_none_is_half_made() -> None:
+    book = Playbook(2).begin().has(spec("a", (3,)), spec("b", (3,), "int64")).has_optimizer("Adam").has_optimizer()
+    book.on(asks(0, together(0, 1, 2, known=False)))
+    reason = "variable 'b' is int64; only floating-point variables can be optimized"
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False) for r in (0, 1)]
+    book.on(asks(1, together(0, 1, 2, known=False)), *failed)
+    assert not tables_of(book).sets
+    assert not tables_of(book).slots
+
+
+def test_slots_of_earlier_sets_are_filled_where_the_memory_ends_at_a_later_one() -> None:
+    book = Playbook(2).begin().has(spec("a", (2,)), spec("b", (1000,)))
+    book.has_optimizer("Adam").has_optimizer("Adam", amsgrad=1.0)
+    book.does(MemoryAvailable(9000))
+    book.does(asks(0, together(0, 1, 2, known=False)))
+    commands = book.does(asks(1, together(0, 1, 2, known=False)))
+    failed = [command.record for command in commands if isinstance(command, Send)]
+    assert [type(record) for record in failed] == [PointFailed, PointFailed]
+    assert "MemoryPlanError" in str(failed[0])
+    (fills,) = (command for command in commands if isinstance(command, Commit))
+    assert {fill.segment for fill in fills.operations} == {"slots/1/m/float32", "slots/1/v/float32"}  # type: ignore[union-attr]
+    assert [known.variables for known in tables_of(book).sets.values()] == [(1,)]
 
 
 # --- what forces a commit -------------------------------------------------------------------------------------------
