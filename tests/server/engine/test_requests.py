@@ -203,7 +203,7 @@ def test_only_the_last_reply_is_kept() -> None:
         ),
         (Assign("c", 9, 1, "assign", array(1)), "cs.InvalidArgumentError", "assign to variable 'w'"),
         (Assign("c", 9, 1, "assign", scalar(1, "float64")), "cs.InvalidArgumentError", "float64"),
-        (Configure("c", 9, 0, "Lion", (), None, -1), "cs.InvalidArgumentError", "unknown optimizer 'Lion'"),
+        (Configure("c", 9, 0, "Muon", (), None, -1), "cs.InvalidArgumentError", "unknown optimizer 'Muon'"),
         (Configure("c", 9, 0, "SGD", (("learning_rate", 1.0),), None, -1), "cs.InvalidArgumentError", "momentum"),
         (Configure("c", 9, 4, "SGD", (), None, -1), "cs.InvalidArgumentError", "no optimizer 4"),
     ],
