@@ -218,7 +218,7 @@ class Decorated:
             element = distributed(element, strategy.num_replicas_in_sync)
         flags = self._binding.changes()
         try:
-            results = strategy.run(self._replica, (tuple(element), flags, kwargs), options=_KEEP)
+            results = self._run(strategy, (tuple(element), flags, kwargs))
         except MergeMismatchError as error:
             self._explain(error)
             raise
@@ -233,14 +233,28 @@ class Decorated:
         return [optimizer.version for optimizer in self._binding.optimizers]
 
     def _begin(self) -> Any:
-        """The strategy, when it knows what has changed in the script."""
+        """The strategy, when replicas will have the optimizers as they are."""
         if has_strategy() and not in_cross_replica_context():
             raise ContextError(f"{self._fn.__name__} trains on global batches: call it in the script, not in a replica")
         if self._versions != self._present_versions():
             self._freeze()  # replicas have copies of the optimizers' groups
-        for optimizer in self._binding.optimizers:
-            optimizer.push()
         return self._binding.strategy
+
+    def _run(self, strategy: Any, args: tuple[Any, ...]) -> Any:
+        """Run the function once, with the numbers of the groups that the script has changed."""
+        optimizers = self._binding.optimizers
+        changes = [change for optimizer in optimizers for change in optimizer.changes()]
+        if not changes:
+            return strategy.run(self._replica, args, options=_KEEP)
+        try:
+            results = strategy.run_changing(changes, self._replica, args)
+        except BaseException:  # Ctrl-C, too: nobody knows whether the server has them
+            for optimizer in optimizers:
+                optimizer.forget_pushed()
+            raise
+        for optimizer in optimizers:
+            optimizer.pushed()
+        return results
 
     def _count(self) -> None:
         """Let schedulers know of a step."""

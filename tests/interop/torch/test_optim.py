@@ -128,6 +128,16 @@ def test_the_server_has_the_numbers_of_every_group(module: torch.nn.Module, name
     assert [params for _, params in optimizer.groups_for_update()] == [[module.weight], [module.bias]]
 
 
+def test_names_of_parameters_are_kept_as_in_torch(module: torch.nn.Module) -> None:
+    optimizer = cst.optim.SGD(module.named_parameters(), lr=0.5)
+    alone = torch.optim.SGD(torch.nn.Linear(3, 2).named_parameters(), lr=0.5)
+    assert optimizer.state_dict() == alone.state_dict()
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    del (saved := alone.state_dict())["param_groups"][0]["param_names"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
 def test_lion_and_lamb_have_the_defaults_of_their_papers(module: torch.nn.Module) -> None:
     lion, lamb = cst.optim.Lion(module.parameters()), cst.optim.LAMB(module.parameters())
     assert lion.defaults == {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
@@ -183,8 +193,13 @@ def test_torchs_schedulers_are_at_hand() -> None:
 
 
 def test_a_parameter_that_was_not_centralized_is_refused(module: torch.nn.Module) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"parameter 2 .* shape \(4,\), .*call cst.centralize"):
+    with pytest.raises(InvalidArgumentError, match=r"SGD group 0: parameter 2, of shape \(4,\), .*call cst.centralize"):
         cst.optim.SGD([*module.parameters(), torch.nn.Parameter(torch.zeros(4))])
+
+
+def test_a_first_group_without_parameters_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="SGD group 0 has no parameters"):
+        cst.optim.SGD([{"params": []}])
 
 
 def test_parameters_of_two_strategies_are_refused(module: torch.nn.Module) -> None:
@@ -244,6 +259,18 @@ def test_a_parameter_in_two_groups_is_torchs_error(module: torch.nn.Module) -> N
     optimizer = cst.optim.SGD([module.weight], lr=0.1)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [module.weight]})
+
+
+def test_parameters_that_are_changed_by_hand_change_the_version(module: torch.nn.Module) -> None:
+    optimizer = cst.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}])
+    version = optimizer.version
+    assert optimizer.version == version
+    weights = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = []
+    assert optimizer.version != version
+    optimizer.param_groups[0]["params"] = [*weights, torch.nn.Parameter(torch.zeros(4))]
+    with pytest.raises(InvalidArgumentError, match=r"SGD group 0: parameter 1, of shape \(4,\), lies in this process"):
+        optimizer.version
 
 
 def test_a_group_that_was_taken_out_is_found(module: torch.nn.Module) -> None:

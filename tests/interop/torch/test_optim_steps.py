@@ -227,14 +227,15 @@ def test_a_replica_reads_the_numbers_of_its_step(two: cs.CentralStorageStrategy)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     @cst.function(model, optimizer)
-    def train(x: torch.Tensor, y: torch.Tensor) -> float:
+    def train(x: torch.Tensor, y: torch.Tensor) -> Any:
+        before = optimizer.param_groups[0]["lr"]
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-        return float(optimizer.param_groups[0]["lr"])
+        return before, optimizer.param_groups[0]["lr"]
 
     for expected in (0.5, 0.25, 0.125):
-        assert train(batch_of(0, 6)) == expected
+        assert train(batch_of(0, 6)) == (expected, expected)
         schedule.step()
 
 
@@ -279,6 +280,36 @@ def test_a_grad_scaler_in_a_replica_is_an_error_that_changes_nothing(two: cs.Cen
     with pytest.raises(ContextError, match="does not work with an enabled GradScaler"):
         train(batch_of(0, 6))
     assert difference(model, alone) == 0
+
+
+def test_changes_travel_with_the_call(two: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many groups have changed, no message of their own; a call that fails sends them again."""
+    model, alone = centralized(two, net())
+    optimizer = cst.optim.SGD(groups_of(model), lr=0.5)
+    reference = torch.optim.SGD(groups_of(alone), lr=0.5)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor, fail: bool) -> torch.Tensor:
+        if fail:
+            raise KeyError("no")
+        return F.cross_entropy(model(x), y)
+
+    monkeypatch.setattr(type(optimizer.central[0]), "assign", None)
+    for number, (x, y) in enumerate(batches_of(4)):
+        for each in (optimizer, reference):
+            for group in each.param_groups:
+                group["lr"] *= 0.5
+        if number == 2:
+            with pytest.raises(KeyError):
+                train((x, y), fail=True)
+        train((x, y), fail=False)
+        reference.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        reference.step()
+        assert [float(each.learning_rate) for each in optimizer.central] == [
+            group["lr"] for group in reference.param_groups
+        ]
+    assert difference(model, alone) < 1e-6
 
 
 def test_hooks_are_called_once_a_step_in_the_script(two: cs.CentralStorageStrategy) -> None:

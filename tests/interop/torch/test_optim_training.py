@@ -64,6 +64,16 @@ def test_a_class_trains_as_torchs(alone: cs.CentralStorageStrategy, case: Case, 
     assert torch.equal(values(net)["frozen"], before.frozen)
 
 
+def test_doubles_train_as_torchs(alone: cs.CentralStorageStrategy) -> None:
+    net, theirs = central(alone, Net().double()), Net().double()
+    step = stepper(net, [cst.optim.AdamW(groups_of(net), amsgrad=True)], linear)
+    for number in range(STEPS):
+        step(*gradients(number))
+    train_torch(theirs, torch.optim.AdamW(groups_of(theirs), amsgrad=True), None, range(STEPS), None)
+    for name, p in theirs.named_parameters():
+        np.testing.assert_allclose(values(net)[name], p.detach(), rtol=1e-12, atol=1e-13, err_msg=name)
+
+
 def test_values_are_clipped_before_the_norm(alone: cs.CentralStorageStrategy) -> None:
     net, theirs = central(alone, Net()), Net()
     optimizer = cst.optim.SGD(groups_of(net), lr=0.5, max_value=0.25, max_norm=0.5)
@@ -130,7 +140,15 @@ def rows_of(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"), [("SparseAdam", {"lr": 0.01}), ("Adagrad", {"lr": 0.1}), ("SGD", {"lr": 0.1})]
+    ("name", "kwargs"),
+    [
+        ("SparseAdam", {"lr": 0.01}),
+        ("SparseAdam", {"lr": 0.01, "maximize": True, "betas": (0.5, 0.9)}),
+        ("Adagrad", {"lr": 0.1}),
+        ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ],
 )
 def test_a_table_trains_as_torchs(alone: cs.CentralStorageStrategy, name: str, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(1)

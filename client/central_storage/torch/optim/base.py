@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -118,11 +119,15 @@ class CentralOptimizer(torch.optim.Optimizer):
     ) -> None:
         #: The server's optimizer of each group.
         self.central: list[Optimizer] = []
+        #: For each group, its parameters, as replicas know them, and the first parameter of all groups.
+        self._known: list[list[Any]] = []
+        self._first: Any = None
         #: For each group, the numbers with which it was made, and those that the server is known to have.
         self._made: list[Numbers] = []
         self._pushed: list[Numbers] = []
-        #: What was in the groups at the last push.
+        #: What was in the groups at the last push, and that with its numbers when changes were asked for last.
         self._seen: list[list[Any]] = []
+        self._offered: tuple[list[list[Any]], list[Numbers]] = [], []
         self._version = 0
         #: The replica's run in which the numbers of the groups were read.
         self._read_in: Callable[[], object] = _nothing
@@ -191,7 +196,10 @@ class CentralOptimizer(torch.optim.Optimizer):
             raise
 
     def _add_central(self, index: int, group: Group) -> None:
-        strategy = _strategy_of([*chain.from_iterable(each["params"] for each in self.__dict__["param_groups"])])
+        first = next(chain.from_iterable(each["params"] for each in self.__dict__["param_groups"]), None)
+        if first is None:
+            raise InvalidArgumentError(f"{self._name(index)} has no parameters, and no group before it has any")
+        strategy, self._first = _strategy_of(group["params"], self._name(index), first), first
         numbers = self._numbers(index, group)
         once = {"lazy": 1.0} if self._lazy else {}
         if self._max_value is not None:
@@ -202,6 +210,7 @@ class CentralOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"{self._name(index)}: {error}") from error
         central.adopt(strategy)
         self.central.append(central)
+        self._known.append(list(group["params"]))
         self._made.append(numbers)
         self._pushed.append(dict(numbers))
         self._version += 1
@@ -223,7 +232,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         for index, (group, received) in enumerate(zip(self.__dict__["param_groups"], self._received, strict=True)):
             changed = [key for key, value in zip(self._watched, received, strict=True) if group.get(key) != value]
             if changed:
-                given = group[changed[0]]
+                given = group.get(changed[0])
                 group.update(zip(self._watched, received, strict=True))
                 raise ContextError(
                     f"{self._name(index)}: {changed[0]} became {given!r} in a replica, where that has no effect; "
@@ -234,6 +243,11 @@ class CentralOptimizer(torch.optim.Optimizer):
     def version(self) -> int:
         """A number that changes with whatever replicas keep a copy of: the groups' parameters and the arguments of
         this class. The numbers of the groups are in the server."""
+        for index, (group, known) in enumerate(zip(self.__dict__["param_groups"], self._known, strict=False)):
+            if len(group["params"]) != len(known) or not all(map(operator.is_, group["params"], known)):
+                _strategy_of(group["params"], self._name(index), self._first)
+                self._known[index] = list(group["params"])
+                self._version += 1
         return self._version
 
     @property
@@ -264,11 +278,23 @@ class CentralOptimizer(torch.optim.Optimizer):
     # --- numbers ----------------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """In the script, before a run: tell the server what has changed in the groups. Without a change, no message.
+        """In the script: tell the server what has changed in the groups. Without a change, no message.
+
+        Raises:
+            InvalidArgumentError: As :meth:`changes` (a ValueError). Nothing of the server has changed then.
+            ContextError: Called in a replica (a RuntimeError).
+        """
+        for central, numbers in self.changes():
+            central.assign(numbers)
+        self.pushed()
+
+    def changes(self) -> list[tuple[Optimizer, Numbers]]:
+        """In the script, before a run: the optimizers of the server whose numbers have changed, and these. A run takes
+        them along, and :meth:`pushed` says that it did.
 
         Raises:
             InvalidArgumentError: The server cannot do what a group asks for, such as an ``amsgrad`` that was False when
-                the group was made (a ValueError). Nothing of the server has changed then.
+                the group was made (a ValueError).
             ContextError: Called in a replica (a RuntimeError).
         """
         self._refuse_in_replica("push")
@@ -280,13 +306,17 @@ class CentralOptimizer(torch.optim.Optimizer):
             )
         values = self.values()
         if values == self._seen:
-            return
-        changes = [self._changes(index, numbers) for index, numbers in enumerate(self.numbers())]
-        for central, pushed, changed in zip(self.central, self._pushed, changes, strict=True):
-            if changed:
-                central.assign(changed)
-                pushed.update(changed)
-        self._seen = values
+            self._offered = values, []
+            return []
+        numbers = self.numbers()
+        found = [self._changes(index, each) for index, each in enumerate(numbers)]
+        self._offered = values, numbers
+        return [(central, changed) for central, changed in zip(self.central, found, strict=True) if changed]
+
+    def pushed(self) -> None:
+        """The server has what :meth:`changes` has returned last."""
+        self._seen, numbers = self._offered
+        self._pushed = numbers or self._pushed
 
     def forget_pushed(self) -> None:
         """The server's numbers are no longer those of the last :meth:`push`: the next one sends them all."""
@@ -533,25 +563,22 @@ def _of_server(group: Group, held: Mapping[str, float], keys: Iterable[str]) -> 
     return found
 
 
-def _strategy_of(params: list[Any]) -> Any:
-    """The strategy of these parameters. Raises InvalidArgumentError for one that was not centralized, and for another
-    strategy's."""
-    first = None
+def _strategy_of(params: list[Any], group: str, first: Any) -> Any:
+    """The strategy of the parameters of a group, which is that of the optimizer's ``first`` parameter. Raises
+    InvalidArgumentError for one that was not centralized, and for another strategy's."""
     for number, p in enumerate(params):
         variable = getattr(p, "variable", None)
         if variable is None or variable.strategy is None:
             raise InvalidArgumentError(
-                f"parameter {number} of the optimizer, of shape {tuple(p.shape)}, lies in this process and not in the "
-                "server; call cst.centralize(module) first, and make the optimizer of the module's parameters"
+                f"{group}: parameter {number}, of shape {tuple(p.shape)}, lies in this process and not in the server; "
+                "call cst.centralize(module) first, and make the optimizer of the module's parameters"
             )
-        first = variable if first is None else first
-        if variable.strategy is not first.strategy:
+        if variable.strategy is not first.variable.strategy:
             raise InvalidArgumentError(
-                f"{variable.name} and {first.name} belong to different strategies; make an optimizer for each"
+                f"{group}: {variable.name} and {first.variable.name} belong to different strategies; make an optimizer "
+                "for each"
             )
-    if first is None:
-        raise InvalidArgumentError("an optimizer needs at least one parameter, and a group of none was added first")
-    return first.strategy
+    return first.variable.strategy
 
 
 def _bound(name: str, value: float | None) -> float | None:
