@@ -18,7 +18,7 @@ from central_storage.core.context import current_replica
 from central_storage.core.handles import handle_id
 from central_storage.optimizers import Optimizer, of_kind
 from central_storage.optimizers.checks import as_number
-from cs_proto.arithmetic.optimizers import check_change, rule_of
+from cs_proto.arithmetic.optimizers import check_change, defaults_of, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from . import state
@@ -211,7 +211,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         central.adopt(strategy)
         self.central.append(central)
         self._known.append(list(group["params"]))
-        self._made.append(numbers)
+        self._made.append({**defaults_of(self.kind), **numbers})
         self._pushed.append(dict(numbers))
         self._version += 1
 
@@ -328,7 +328,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         pushed = self._pushed[index]
         changed = {name: value for name, value in numbers.items() if pushed.get(name) != value}
         if changed:
-            self._check_change(index, self._made[index], numbers)
+            self._check_change(index, self._made[index], {**self._made[index], **numbers})
         return changed
 
     def _check_change(self, index: int, made: Numbers, numbers: Numbers) -> None:
