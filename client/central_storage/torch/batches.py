@@ -74,7 +74,7 @@ def batches(strategy: CentralStorageStrategy, loader: Iterable[Any], weight: Wei
         return strategy.experimental_distribute_dataset(loader)  # which says what can be distributed
     if isinstance(loader, Dataset):
         return strategy.experimental_distribute_dataset(
-            loader.map(lambda *parts: prepared(parts if len(parts) > 1 else parts[0], weight, replicas))
+            loader.map(lambda *parts: prepared(parts if len(parts) > 1 else parts[0], weight or _alike, replicas))
         )
     return strategy.experimental_distribute_dataset(_Weighed(loader, weight, replicas))
 
@@ -143,6 +143,11 @@ def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
         data = optree.tree_map(lambda leaf: None if leaf is None else leaf[order], data, none_is_leaf=True)
         weights = None if weights is None else np.where(np.arange(replicas * size) < rows, weights[order], 0.0)
     return Batch(data, np.full(replicas, rows), weights)
+
+
+def _alike(batch: Any) -> np.ndarray:
+    """The weights of rows that count the same: an element of a :class:`Dataset` holds no None."""
+    return np.ones(_length(batch))
 
 
 def _weights(given: Any, rows: int) -> np.ndarray:
