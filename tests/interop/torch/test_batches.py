@@ -51,7 +51,7 @@ def test_loaders_of_every_kind(three: cs.CentralStorageStrategy) -> None:
 def test_an_iterator_is_read_once(two: cs.CentralStorageStrategy) -> None:
     batches = cst.batches(two, (torch.ones(n, 1) for n in (3, 1)))
     assert len(list(batches)) == 2
-    with pytest.raises(cs.errors.InvalidArgumentError, match=r"the generator given to cst.batches can be iterated only"):
+    with pytest.raises(cs.errors.InvalidArgumentError, match="the generator given to cst"):
         list(batches)
 
 
