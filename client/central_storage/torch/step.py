@@ -25,7 +25,7 @@ from central_storage.strategy.run_steps import LOOKAHEAD
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
 
-from .batches import Batch, distributed, parts, share_of
+from .batches import distributed, parts, share_of
 from .binding import Binding, current
 
 __all__ = ["Decorated", "Step", "clip_grad_norm_", "evaluate", "function", "step"]
@@ -215,12 +215,10 @@ class Decorated:
     def __call__(self, *batch: Any, **kwargs: Any) -> Any:
         """Call the function on a global batch, or on its parts as arguments. The result is that of the batch."""
         strategy = self._begin()
-        element = batch[0] if len(batch) == 1 else batch
-        if not isinstance(element, Batch):
-            element = distributed(element, strategy.num_replicas_in_sync)
+        element = distributed(batch[0] if len(batch) == 1 else batch, strategy.num_replicas_in_sync)
         flags = self._binding.changes()
         try:
-            results = self._run(strategy, (tuple(element), flags, kwargs))
+            results = self._run(strategy, (element, flags, kwargs))
         except MergeMismatchError as error:
             self._explain(error)
             raise
