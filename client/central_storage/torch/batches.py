@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import optree
@@ -18,20 +18,18 @@ from cs_proto.errors import InvalidArgumentError, UnbatchedDatasetError
 
 from .share import Share
 
-__all__ = ["Batch", "Weigh", "batches", "distributed", "parts", "share_of"]
+__all__ = ["Weigh", "batches", "distributed", "parts", "share_of"]
 
 #: What each row of a batch counts: numbers of at least 0, one for each row.
 Weigh = Callable[[Any], Any]
 
 
-class Batch(NamedTuple):
-    """A global batch on its way to the replicas. Every array has as many rows as all replicas take together."""
+#: The key of a batch that is prepared: a dict of one entry, since plain containers are pickled fastest. Its value is a
+#: tuple: the data, of which every array has as many rows as all replicas take together; the number of rows, once for
+#: each replica; and what each row counts, float64 with the sum 1, or None if all count the same.
+_KEY = "central_storage.torch.batch"
 
-    data: Any
-    #: The number of rows of the batch, once for each replica.
-    rows: Any
-    #: What each row counts, float64 with the sum 1; None: all the same.
-    weights: Any
+Batch: TypeAlias = dict[str, tuple[Any, Any, Any]]
 
 
 def batches(strategy: CentralStorageStrategy, loader: Iterable[Any], weight: Weigh | None = None) -> DistributedDataset:
@@ -74,13 +72,13 @@ def batches(strategy: CentralStorageStrategy, loader: Iterable[Any], weight: Wei
         return strategy.experimental_distribute_dataset(loader)  # which says what can be distributed
     if isinstance(loader, Dataset):
         return strategy.experimental_distribute_dataset(
-            loader.map(lambda *parts: prepared(parts if len(parts) > 1 else parts[0], weight, replicas))
+            loader.map(lambda *parts: prepared(parts if len(parts) > 1 else parts[0], weight or _alike, replicas))
         )
     return strategy.experimental_distribute_dataset(_Weighed(loader, weight, replicas))
 
 
 class _Weighed:
-    """The batches of a loader, each as a :class:`Batch`."""
+    """The batches of a loader, prepared."""
 
     def __init__(self, loader: Iterable[Any], weigh: Weigh | None, replicas: int) -> None:
         self._loader = loader
@@ -109,10 +107,11 @@ class _Weighed:
         raise AttributeError(name)
 
 
-def distributed(batch: Any, replicas: int) -> Batch:
-    """A global batch that the user has passed by hand, split over the replicas."""
-    made: Batch = split(prepared(batch, None, replicas), replicas)
-    return made
+def distributed(batch: Any, replicas: int) -> tuple[Any, Any, Any]:
+    """The parts of a batch that is prepared, an element of :func:`batches`, or of one that the user passes by hand."""
+    is_prepared = type(batch) is dict and _KEY in batch
+    found: Batch = batch if is_prepared else split(prepared(batch, None, replicas), replicas)
+    return found[_KEY]
 
 
 def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
@@ -142,7 +141,12 @@ def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
         order = np.concatenate([np.arange(rows), np.arange(rows, replicas * size) % size])
         data = optree.tree_map(lambda leaf: None if leaf is None else leaf[order], data, none_is_leaf=True)
         weights = None if weights is None else np.where(np.arange(replicas * size) < rows, weights[order], 0.0)
-    return Batch(data, np.full(replicas, rows), weights)
+    return {_KEY: (data, np.full(replicas, rows), weights)}
+
+
+def _alike(batch: Any) -> np.ndarray:
+    """The weights of rows that count the same: an element of a :class:`Dataset` holds no None."""
+    return np.ones(_length(batch))
 
 
 def _weights(given: Any, rows: int) -> np.ndarray:
@@ -155,10 +159,10 @@ def _weights(given: Any, rows: int) -> np.ndarray:
     return normalized
 
 
-def share_of(batch: tuple[Any, Any, Any], replica: int, replicas: int) -> tuple[Any, Share, np.ndarray | None]:
+def share_of(batch: Batch | tuple[Any, Any, Any], replica: int, replicas: int) -> tuple[Any, Share, np.ndarray | None]:
     """In a replica: the data of its share, without rows that are not its own unless it has none, and the share; also
     what each row counts."""
-    data, rows, weights = batch
+    data, rows, weights = batch[_KEY] if isinstance(batch, dict) else batch
     count = int(rows[0])
     size = -(-count // replicas)
     own = max(0, min(count - replica * size, size))

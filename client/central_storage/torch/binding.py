@@ -91,13 +91,17 @@ class Binding:
                         )
 
     def changes(self) -> bytes | None:
-        """The flags of modules and parameters, if they are others than those that were sent. Raises
-        InvalidArgumentError for what has been done to a parameter in the script."""
+        """What :meth:`present` returns, if it is not what was sent with the function."""
+        flags = self.present()
+        return None if flags == self._sent else flags
+
+    def present(self) -> bytes:
+        """The flags of modules and parameters. Raises InvalidArgumentError for what has been done to a parameter in the
+        script."""
         for p in self.parameters:
             if (p._version, p.data_ptr()) != p.emptied:  # noqa: SLF001  (the one way to notice a write)
                 raise InvalidArgumentError(_change_of(p))
-        flags = self._flags()
-        return None if flags == self._sent else flags
+        return self._flags()
 
     def _flags(self) -> bytes:
         """Whether each module is in training mode, and whether each parameter needs a gradient."""
@@ -105,9 +109,9 @@ class Binding:
 
     # --- in a replica -----------------------------------------------------------------------------------------
 
-    def begin(self, share: Share, flags: bytes | None, *, is_training: bool) -> _InReplica:
+    def begin(self, share: Share, flags: Sequence[int] | None, *, is_training: bool) -> _InReplica:
         """Prepare the module for a run. ``is_training``: not in eval mode, and its buffers change."""
-        flags = self._sent if flags is None else flags
+        flags = self._sent if flags is None else bytes(flags)
         for m, mode in zip(self.modules, flags, strict=False):
             if m.training != (mode and is_training):
                 m.training = bool(mode and is_training)

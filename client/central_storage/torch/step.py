@@ -25,7 +25,7 @@ from central_storage.strategy.run_steps import LOOKAHEAD
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
 
-from .batches import Batch, distributed, parts, share_of
+from .batches import distributed, parts, share_of
 from .binding import Binding, current
 
 __all__ = ["Decorated", "Step", "clip_grad_norm_", "evaluate", "function", "step"]
@@ -78,6 +78,8 @@ def step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise InvalidArgumentError(f"accumulate must be an int of at least 1, not {accumulate!r}")
     binding = _binding(module, optimizers)
+    if not optimizers:
+        raise InvalidArgumentError("step needs at least one optimizer; cst.evaluate computes without one")
     return lambda fn: Step(fn, binding, functools.partial(_train, accumulate=accumulate, allow_nan=bool(allow_nan)))
 
 
@@ -213,12 +215,10 @@ class Decorated:
     def __call__(self, *batch: Any, **kwargs: Any) -> Any:
         """Call the function on a global batch, or on its parts as arguments. The result is that of the batch."""
         strategy = self._begin()
-        element = batch[0] if len(batch) == 1 else batch
-        if not isinstance(element, Batch):
-            element = distributed(element, strategy.num_replicas_in_sync)
+        element = distributed(batch[0] if len(batch) == 1 else batch, strategy.num_replicas_in_sync)
         flags = self._binding.changes()
         try:
-            results = self._run(strategy, (tuple(element), flags, kwargs))
+            results = self._run(strategy, (element, flags, kwargs))
         except MergeMismatchError as error:
             self._explain(error)
             raise
@@ -308,37 +308,24 @@ class Step(Decorated):
 
         strategy = self._begin()
         rates = rates_ahead(self._binding.optimizers, scheduler)
-        given: dict[str, Any] = {"flags": _Flags(self._binding), "kwargs": kwargs}
+        flags = np.frombuffer(self._binding.present(), np.uint8).copy()
+        given: dict[str, Any] = {"flags": flags, "kwargs": kwargs}
         more: dict[str, Any] = {"rates": rates} if rates else {}
         series = strategy.run_steps(self._replica, batches, steps, given, lookahead=lookahead, options=_KEEP, **more)
-        return self._losses(strategy, series, rates)
+        return self._losses(strategy, series, rates, flags)
 
-    def _losses(self, strategy: Any, series: Any, rates: Any) -> Iterator[float]:
+    def _losses(self, strategy: Any, series: Any, rates: Any, flags: np.ndarray) -> Iterator[float]:
         try:
             for results in series:
                 rates.taken()
                 yield combined(strategy.experimental_local_results(results))
+                flags[:] = np.frombuffer(self._binding.present(), np.uint8)  # for the steps that are sent next
         except MergeMismatchError as error:
             self._explain(error)
             raise
         finally:
             series.close()
             rates.settle(series.steps)
-
-
-class _Flags:
-    """The flags of a binding when it is pickled: at each step that is sent ahead."""
-
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
-
-    def __reduce__(self) -> Any:
-        flags = self._binding.changes()
-        return _same, (flags,)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _binding(module: Any, optimizers: tuple[Any, ...]) -> Binding:

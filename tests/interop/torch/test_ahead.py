@@ -70,4 +70,10 @@ def test_without_a_scheduler_and_with_keywords(two: cs.CentralStorageStrategy) -
         return F.cross_entropy(model(x), y) * scale
 
     plain = [train(batch) for batch in BATCHES]
+    ahead = train.ahead(cst.batches(two, BATCHES), lookahead=0)
+    assert next(ahead) == pytest.approx(plain[0])
+    model.requires_grad_(False)  # holds from the next step that is sent
+    with pytest.raises(cs.errors.InvalidArgumentError, match="depends on no parameter that needs a gradient"):
+        next(ahead)
+    model.requires_grad_(True)
     assert list(train.ahead(cst.batches(two, BATCHES), steps=3, scale=2.0)) == pytest.approx([2 * x for x in plain[:3]])

@@ -227,6 +227,8 @@ def test_what_is_no_step_is_refused(two: cs.CentralStorageStrategy) -> None:
         cst.step(model, cst.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"use the optimizer of the same name in cst.optim"):
         cst.step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(cs.errors.InvalidArgumentError, match="step needs at least one optimizer"):
+        cst.step(model)
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module"):
         cst.step(model.parameters())  # type: ignore[arg-type]
     for wrong in (0, True, 1.5):

@@ -95,11 +95,12 @@ class Parts(nn.Module):
         return self.used(x) + self.frozen(x)
 
 
-def test_unused_frozen_and_unfrozen_parameters(two: cs.CentralStorageStrategy) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_unused_frozen_and_unfrozen_parameters(two: cs.CentralStorageStrategy, kind: str) -> None:
     """One without a gradient keeps its value and its state, also under weight decay."""
     model, alone = centralized(two, Parts())
-    optimizer = cst.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    theirs = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = getattr(cst.optim, kind)(model.parameters(), lr=0.1, weight_decay=0.5)
+    theirs = getattr(torch.optim, kind)(alone.parameters(), lr=0.1, weight_decay=0.5)
 
     @cst.step(model, optimizer)
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -230,7 +231,8 @@ class Experts(nn.Module):
         return torch.stack([self.experts[int(r)](row) for row, r in zip(x, route, strict=True)])
 
 
-def test_routing(two: cs.CentralStorageStrategy) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_routing(two: cs.CentralStorageStrategy, kind: str) -> None:
     def loss_of(module: Any, x: torch.Tensor, route: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(module(x, route), y)
 
@@ -241,8 +243,8 @@ def test_routing(two: cs.CentralStorageStrategy) -> None:
     ]
     model, alone = centralized(two, Experts())
     refuses = cst.optim.SGD(model.parameters(), lr=0.1)
-    agrees = cst.optim.AdamW(model.parameters(), lr=0.1, find_unused_parameters=True)
-    theirs = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    agrees = getattr(cst.optim, kind)(model.parameters(), lr=0.1, weight_decay=0.1, find_unused_parameters=True)
+    theirs = getattr(torch.optim, kind)(alone.parameters(), lr=0.1, weight_decay=0.1)
 
     @cst.step(model, refuses)
     def refused(x: torch.Tensor, route: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
