@@ -342,8 +342,8 @@ class _InReplica:
             twice = [taken for taken in inside if taken.optimizer.max_norm is not None]
             if twice:
                 raise InvalidArgumentError(
-                    f"{type(twice[0].optimizer).__name__} has max_norm, so its gradients are bounded already; leave out "
-                    "either that or clip_grad_norm_"
+                    f"{type(twice[0].optimizer).__name__} has max_norm, so its gradients are bounded already; leave "
+                    "out either that or clip_grad_norm_"
                 )
             if partly or missing:
                 what = type(partly[0].optimizer).__name__ if partly else _name_of(missing[0])
