@@ -248,6 +248,8 @@ class _InReplica:
         gradient = p.grad
         if gradient.layout is not torch.strided or gradient.requires_grad or _running.binding is not self:
             return
+        if any(p is each for taken in self._waiting for each in taken.used):
+            self.flush()  # its buffer holds a gradient that waits for an update
         place = self._place_of(p)
         if place is not None and gradient.dtype is place.dtype and gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
@@ -337,6 +339,12 @@ class _InReplica:
             inside = [taken for taken in left if taken.used and covered.issuperset(map(id, taken.used))]
             partly = [taken for taken in left if taken not in inside and any(id(p) in covered for p in taken.used)]
             missing = [p for p in self.parameters if id(p) in covered and p.grad is not None]
+            twice = [taken for taken in inside if taken.optimizer.max_norm is not None]
+            if twice:
+                raise InvalidArgumentError(
+                    f"{type(twice[0].optimizer).__name__} has max_norm, so its gradients are bounded already; leave "
+                    "out either that or clip_grad_norm_"
+                )
             if partly or missing:
                 what = type(partly[0].optimizer).__name__ if partly else _name_of(missing[0])
                 raise InvalidArgumentError(

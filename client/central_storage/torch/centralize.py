@@ -85,18 +85,7 @@ def centralize(
     made, factory = (module, None) if isinstance(module, torch.nn.Module) else (_made_by(module), module)
     if sync_batchnorm:
         made = synchronized(made)
-    parameters = dict(made.named_parameters())
-    for name, parameter in parameters.items():
-        _check(name, parameter, owner)
-    _check_overlap(parameters)
-    tables = _tables(made)
-    with owner.scope():
-        for name, parameter in parameters.items():
-            if not isinstance(parameter, CentralParameter):
-                _centralize_parameter(name, parameter, is_table=id(parameter) in tables, protect=protect)
-        CentralBuffers(made, buffers, owner.num_replicas_in_sync)
-    for each in made.modules():
-        _watch(each)
+    _move(made, owner, buffers, protect)
     if factory is not None:
         _send_by_factory(made, factory, sync_batchnorm)
     return made  # type: ignore[no-any-return]
@@ -219,6 +208,22 @@ def _tables(module: torch.nn.Module) -> set[int]:
 
 
 # --- the change ---------------------------------------------------------------------------------------------------
+
+
+def _move(module: torch.nn.Module, owner: CentralStorageStrategy, rule: str, protect: bool | str) -> None:
+    """Make variables of the parameters and buffers, after everything has been checked."""
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        _check(name, parameter, owner)
+    _check_overlap(parameters)
+    tables = _tables(module)
+    with owner.scope():
+        for name, parameter in parameters.items():
+            if not isinstance(parameter, CentralParameter):
+                _centralize_parameter(name, parameter, is_table=id(parameter) in tables, protect=protect)
+        CentralBuffers(module, rule, owner.num_replicas_in_sync)
+    for each in module.modules():
+        _watch(each)
 
 
 def _centralize_parameter(name: str, parameter: Any, *, is_table: bool, protect: bool | str) -> None:

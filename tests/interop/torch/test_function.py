@@ -153,6 +153,49 @@ def test_several_passes_before_a_step_and_none(two: cs.CentralStorageStrategy) -
     assert difference(model, alone) < 1e-6
 
 
+def test_a_gradient_that_waits_is_kept(two: cs.CentralStorageStrategy) -> None:
+    """Between an optimizer's step and the next call of a module, a pass may reach the same parameter."""
+
+    class Bias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Parameter(torch.zeros(20_000))
+            self.other = nn.Parameter(torch.zeros(20_000))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (x.mean() + self.large).sum(), (x.mean() + self.large + self.other).sum() * 3
+
+    def body_of(module: Any, first: Any, second: Any) -> Any:
+        def body(x: torch.Tensor) -> None:
+            module.zero_grad()
+            one, two = module(x)
+            one.backward()
+            first.step()
+            first.zero_grad()
+            two.backward()
+            first.step()
+            second.step()
+
+        return body
+
+    model, alone = centralized(two, Bias())
+    ours = [cst.optim.SGD([model.large], lr=0.1), cst.optim.SGD([model.other], lr=0.1)]
+    theirs = [torch.optim.SGD([alone.large], lr=0.1), torch.optim.SGD([alone.other], lr=0.1)]
+    train = cst.function(model, *ours)(body_of(model, *ours))
+    for _ in range(2):
+        train(torch.ones(4, 1))
+        body_of(alone, *theirs)(torch.ones(4, 1))
+    assert difference(model, alone) < 1e-6
+
+
+def test_a_bound_is_given_once(two: cs.CentralStorageStrategy) -> None:
+    model, _ = centralized(two, net())
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.5, max_norm=1.0)
+    train = cst.function(model, optimizer)(body_of(model, optimizer, cst.clip_grad_norm_))
+    with pytest.raises(cs.errors.InvalidArgumentError, match="SGD has max_norm"):
+        train(BATCHES[0])
+
+
 def test_a_gradient_penalty(two: cs.CentralStorageStrategy) -> None:
     model, alone = centralized(two, net())
     ours, theirs = cst.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
