@@ -1,55 +1,16 @@
-"""A torch module whose parameters are central variables, and whose gradients lie in the memory that the server reads.
+"""A torch model trained by two replicas and, beside it, by torch alone: the same loop, and the same weights.
 
-    python examples/torch_step.py        # needs torch: pip install torch==2.13.0
-
-Nothing is copied: in a replica `torch.from_dlpack(variable)` is the parameter process's own memory, and autograd adds
-into `gradient_buffers`. Follow two rules:
-
-- Never write to the parameters; the central optimizer updates them. An in-place `p.add_()` changes only this process,
-  and the run fails with VariableWrittenError, which names the variable.
-- Call `bind` again in every step, because a commit may move a variable.
+python examples/torch_step.py        # needs torch: pip install 'central-storage[torch]'
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import central_storage as cs
-
-
-def centralize(module: torch.nn.Module) -> dict[str, cs.Variable]:
-    """Make a variable of every parameter of ``module`` in the current scope. Return them by the parameters' names.
-
-    The parameters become empty, because the values are in the server now: the module is sent to replicas without them.
-    """
-    variables = {}
-    for name, parameter in module.named_parameters():
-        variables[name] = cs.Variable(parameter.detach().numpy(), name=name)
-        parameter.data = parameter.data.new_empty(0)
-    return variables
-
-
-def bind(module: torch.nn.Module, variables: dict[str, cs.Variable]) -> list[np.ndarray]:
-    """In a replica, point the parameters at the variables' memory and their ``.grad`` at gradient buffers of zeros.
-
-    Return the buffers in the order of ``variables``, for ``apply_gradients``.
-    """
-    buffers = cs.gradient_buffers(list(variables.values()))
-    for (name, variable), buffer in zip(variables.items(), buffers, strict=True):
-        parameter = module.get_parameter(name)
-        parameter.data = torch.from_dlpack(variable)
-        buffer.fill(0)  # autograd adds to the buffer
-        parameter.grad = torch.from_numpy(buffer)
-    return buffers
-
-
-def load(module: torch.nn.Module, variables: dict[str, cs.Variable]) -> None:
-    """In the script, copy the variables' present values into the module."""
-    for name, variable in variables.items():
-        module.get_parameter(name).data = torch.from_numpy(variable.numpy())
+import central_storage.torch as cst
 
 
 def make_module() -> torch.nn.Module:
@@ -66,30 +27,20 @@ def make_loader() -> DataLoader:
 
 
 def train_centrally(epochs: int) -> torch.nn.Module:
-    module = make_module()
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():
-            variables = centralize(module)
-            optimizer = cs.optimizers.SGD(learning_rate=0.05, momentum=0.9)
+            module = cst.centralize(make_module())
+        optimizer = cst.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
-        @cs.function
-        def step(batch: list[np.ndarray], rows: int) -> torch.Tensor:
-            x, y = map(torch.from_dlpack, batch)
-            gradients = bind(module, variables)
-            loss = cross_entropy(module(x), y, reduction="sum") / rows  # the gradients of all replicas are summed
-            loss.backward()
-            optimizer.apply_gradients(zip(gradients, variables.values(), strict=True))
-            return loss.detach()
+        @cst.step(module, optimizer)
+        def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(module(x), y)
 
-        batches = strategy.experimental_distribute_dataset(make_loader())
+        batches = cst.batches(strategy, make_loader())
         for epoch in range(epochs):
-            losses = []
-            for x, y in batches:
-                rows = cs.nn.global_batch_size(y)
-                losses.append(strategy.reduce("SUM", strategy.run(step, args=([x, y], rows)), axis=None))
-            print(f"epoch {epoch}  loss {np.mean(losses):.4f}")
-        load(module, variables)
-    return module
+            losses = [train(batch) for batch in batches]
+            print(f"epoch {epoch}  loss {sum(losses) / len(losses):.4f}")
+        return cst.pull(module)
 
 
 def train_alone(epochs: int) -> torch.nn.Module:

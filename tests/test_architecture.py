@@ -66,8 +66,9 @@ BROKEN = {
     "client-layers": ("client/central_storage/core/options.py", "import central_storage.controller.session"),
     "controller-opens-nothing": ("client/central_storage/controller/liveness.py", "import time"),
     "controller-layers": ("client/central_storage/controller/waits.py", "import central_storage.controller.runs"),
-    "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.jax"),
+    "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.torch"),
     "jax-layers": ("client/central_storage/jax/schedules.py", "import central_storage.jax.step"),
+    "torch-layers": ("client/central_storage/torch/parameters.py", "import central_storage.torch.step"),
     "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
 }
 #: Every module of these has a layer.
@@ -91,6 +92,7 @@ EXHAUSTIVE = {
     "central_storage.controller",
     "central_storage.jax",
     "central_storage.launch",
+    "central_storage.torch",
 }
 
 #: What may be at most: lines of a module, lines of a function, methods of a class that is no facade.

@@ -43,4 +43,5 @@ def test_what_the_tables_of_the_reference_name_exists() -> None:
 
 def _is_here(name: str) -> bool:
     """Whether it is not a name of a package whose framework is not installed."""
-    return not name.startswith("jax.") or "jax" in reference.FRAMEWORKS
+    framework = name.partition(".")[0]
+    return framework not in ("jax", "torch") or framework in reference.FRAMEWORKS

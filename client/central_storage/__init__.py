@@ -80,8 +80,9 @@ if TYPE_CHECKING:
 # the names of `__all__`: whoever imports these need not have the framework.
 if TYPE_CHECKING:
     from . import jax as jax
+    from . import torch as torch
 
-_FRAMEWORKS = {"jax"}
+_FRAMEWORKS = {"jax", "torch"}
 
 if _sys.platform != "linux":
     raise ImportError(

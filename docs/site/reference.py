@@ -33,12 +33,13 @@ MADE = {
     "data.Dataset",
     "data.DatasetIterator",
     "optimizers.Optimizer",
+    "torch.CentralParameter",
 }
 #: Modules whose names are those of ``cs`` itself: their pages show none.
 ALIASES = {"compat", "distribute"}
 #: Packages for a framework, which have a page where the framework is installed. ``central_storage.__all__`` does not
 #: name them.
-FRAMEWORKS = [name for name in ("jax",) if importlib.util.find_spec(name)]
+FRAMEWORKS = [name for name in ("jax", "torch") if importlib.util.find_spec(name)]
 #: Callables that take arguments and never raise.
 HARMLESS = {
     "jax.optim.constant_schedule",
@@ -50,6 +51,7 @@ HARMLESS = {
     "StrategyExtended.value_container",
     "StrategyExtended.variable_created_in_scope",
     "ValueContext",
+    "torch.optim.CentralOptimizer.zero_grad",
 }
 
 
@@ -67,7 +69,8 @@ def _names_of(prefix: str, module: ModuleType) -> Iterator[tuple[str, object]]:
     for name in () if prefix in ALIASES else module.__all__:
         value = getattr(module, name)
         if inspect.ismodule(value):
-            yield from _names_of(f"{prefix}.{name}", value)
+            if value.__name__.startswith("central_storage"):  # another library's module has its own reference
+                yield from _names_of(f"{prefix}.{name}", value)
         else:
             yield f"{prefix}.{name}", value
 

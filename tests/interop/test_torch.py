@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.harness.processes import ROOT, run
+from tests.harness.processes import run
 from tests.harness.services import connected
 from tests.harness.timing import unit
 
@@ -30,12 +29,6 @@ def two() -> Iterator[cs.CentralStorageStrategy]:
         yield strategy
 
 
-@pytest.fixture(scope="module")
-def example() -> dict[str, Any]:
-    """What the example defines."""
-    return runpy.run_path(str(ROOT / EXAMPLE))
-
-
 def test_the_example_trains_as_torch_alone() -> None:
     lines = run(sys.executable, "-W", "error", EXAMPLE, timeout=unit(200)).ok().lines
     losses = [float(found[1]) for line in lines if (found := re.fullmatch(r"epoch \d  loss (\d\.\d{4})", line))]
@@ -44,115 +37,6 @@ def test_the_example_trains_as_torch_alone() -> None:
     difference = re.fullmatch(r"largest difference from torch alone: (\S+)", lines[-1])
     assert difference is not None
     assert float(difference[1]) < 1e-4
-
-
-class Net(torch.nn.Module):
-    """A convolution, a normalisation, an embedding, and one weight used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = torch.nn.Conv1d(1, 4, 3, padding=1)
-        self.norm = torch.nn.LayerNorm(8)
-        self.table = torch.nn.Embedding(5, 8)
-        self.out = torch.nn.Linear(8, 5, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, x: Any, ids: Any) -> Any:
-        hidden = torch.tanh(self.norm(self.conv(x[:, None]).mean(dim=1) + self.table(ids)))
-        return self.out(hidden)
-
-
-def rows_of(seed: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    random = np.random.default_rng(seed)
-    return random.normal(size=(rows, 8)).astype(np.float32), random.integers(0, 5, rows), random.integers(0, 5, rows)
-
-
-@pytest.mark.parametrize("rows", [16, 7, 1])  # an even split, an uneven one, an empty share
-def test_any_module_trains_as_torch_alone(two: cs.CentralStorageStrategy, example: dict[str, Any], rows: int) -> None:
-    centralize, bind, load = example["centralize"], example["bind"], example["load"]
-    torch.manual_seed(3)
-    module, alone = Net(), Net()
-    alone.load_state_dict(module.state_dict())
-    with two.scope():
-        variables = centralize(module)
-        optimizer = cs.optimizers.SGD(learning_rate=0.1, momentum=0.9)
-
-    @cs.function
-    def step(batch: tuple[np.ndarray, ...]) -> Any:
-        x, ids, y = map(torch.from_dlpack, batch)
-        gradients = bind(module, variables)
-        loss = torch.nn.functional.cross_entropy(module(x, ids), y, reduction="sum") / rows
-        loss.backward()
-        optimizer.apply_gradients(zip(gradients, variables.values(), strict=True))
-        return loss.detach()
-
-    torch_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for number in range(12):
-        batch = rows_of(number, rows)
-        (share,) = two.experimental_distribute_dataset([batch])
-        loss = two.reduce("SUM", two.run(step, args=(share,)), axis=None)
-        torch_optimizer.zero_grad()
-        x, ids, y = map(torch.from_numpy, batch)
-        expected = torch.nn.functional.cross_entropy(alone(x, ids), y)
-        expected.backward()
-        torch_optimizer.step()
-        assert loss == pytest.approx(expected.item(), abs=1e-4)
-    load(module, variables)
-    trained = module.state_dict()
-    for name, value in alone.state_dict().items():
-        np.testing.assert_allclose(trained[name], value, atol=1e-4, err_msg=name)
-
-
-def test_nothing_is_copied(two: cs.CentralStorageStrategy, example: dict[str, Any]) -> None:
-    """The parameters are the server's memory, the gradients the buffers, before and after the pass and at the apply."""
-    centralize, bind = example["centralize"], example["bind"]
-    module = torch.nn.Linear(300, 100)
-    with two.scope():
-        variables = centralize(module)
-        optimizer = cs.optimizers.SGD(learning_rate=0.1)
-
-    def step(x: np.ndarray) -> dict[str, Any]:
-        from cs_worker.execution.gradients import GradientBuffers
-
-        def refuse(*_: Any) -> None:
-            raise AssertionError("a gradient was copied")
-
-        kept, GradientBuffers._bring = GradientBuffers._bring, refuse
-        try:
-            gradients = bind(module, variables)
-            module(torch.from_dlpack(x)).sum().backward()
-            seen = {}
-            for (name, variable), buffer in zip(variables.items(), gradients, strict=True):
-                parameter = module.get_parameter(name)
-                seen[name] = (
-                    parameter.data_ptr() == np.asarray(variable).__array_interface__["data"][0],
-                    parameter.grad.data_ptr() == buffer.__array_interface__["data"][0],
-                    not np.asarray(variable).flags.writeable,
-                    bool((buffer != 0).any()),
-                )
-            optimizer.apply_gradients(zip(gradients, variables.values(), strict=True))
-        finally:
-            GradientBuffers._bring = kept
-        return seen
-
-    before = {name: variable.numpy() for name, variable in variables.items()}
-    for _ in range(3):  # both sets of buffers, and the first again
-        result = two.run(step, args=(np.ones((4, 300), np.float32),))
-        assert result == dict.fromkeys(variables, (True, True, True, True))
-    assert all((variables[name].numpy() != before[name]).all() for name in before)
-
-
-def test_the_module_is_sent_without_its_memory(example: dict[str, Any]) -> None:
-    from central_storage.pickling.pickler import dump_arguments
-
-    module = torch.nn.Linear(2000, 1000)
-    variables = example["centralize"](module)
-    assert {name: variable.shape for name, variable in variables.items()} == {"weight": (1000, 2000), "bias": (1000,)}
-
-    def refuse(_: Any) -> Any:
-        raise AssertionError
-
-    assert len(dump_arguments((module,), {}, refuse, refuse)[0]) < 10_000
 
 
 def test_tensors_as_arguments_and_results(two: cs.CentralStorageStrategy) -> None:

@@ -24,7 +24,7 @@ C = TypeVar("C", bound=type)
 #: By class, members without an underscore that the package's own modules and the workers use, and that users do not.
 INTERNAL = {
     "StrategyBase": """controller devices_by_replica call series carrier variable_sets extended_parameter_device claim
-        settle_owners remember evaluate_schedules take_along logical_devices_here""",
+        settle_owners remember evaluate_schedules take_along logical_devices_here run_changing""",
     "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
     "Counters": "wire_of values_of to_wire check refuse is_checked",
     "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",
@@ -37,6 +37,7 @@ INTERNAL = {
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
     "Optimizer": """from_record adopt slots slot_value set_slot evaluate_schedule number_of refuse_schedule
         checked_changes took counted counts_by_variable""",
+    "CentralOptimizer": "groups_for_update push changes pushed numbers values counts forget_pushed",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.

@@ -13,7 +13,7 @@ from weakref import ref
 
 from central_storage.core import context
 from central_storage.core.backends import Carriage, ControllerBackend
-from central_storage.core.handles import Handle, weakly
+from central_storage.core.handles import Handle, handle_id, weakly
 from central_storage.core.options import InputOptions, RunOptions, ValueContext
 from central_storage.core.values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
 from central_storage.core.variable_sets import VariableSets
@@ -199,6 +199,22 @@ class StrategyBase(ReplicaDevices):
         arguments = self._arguments(tuple(args), kwargs)
         with context.enter_cross_replica(self):
             return regroup(self.call(fn, arguments), keep)
+
+    def run_changing(
+        self, changes: Sequence[tuple[Optimizer, Mapping[str, float]]], fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
+        """As :meth:`run`, where ``changes`` of hyperparameters hold from this run on, whose message carries them. Every
+        result is a PerReplica."""
+        context.require_cross_replica(self, "run")
+        arguments = self._arguments(args, None)
+        with context.enter_cross_replica(self):
+            self.evaluate_schedules()
+            alone = self.series(0)
+            alone.send(fn, arguments, [(handle_id(optimizer)[1], numbers) for optimizer, numbers in changes])
+            results = regroup(alone.take(), True)
+        for optimizer, numbers in changes:
+            optimizer.took(numbers)
+        return results
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None

@@ -249,9 +249,3 @@ def zeros(count: int) -> Callable[[Hyperparameters], Numbers]:
 def accumulator(given: Hyperparameters) -> Numbers:
     """The `initial` of a rule whose one slot begins with a hyperparameter."""
     return (given["initial_accumulator_value"],)
-
-
-@lru_cache(maxsize=256)
-def _rounded(hyperparameters: tuple[tuple[str, float], ...]) -> Hyperparameters:
-    """The same in single precision. Those of an optimizer are asked for at every step."""
-    return {name: float(np.float32(value)) for name, value in hyperparameters}
