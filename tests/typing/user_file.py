@@ -43,6 +43,8 @@ def train(strategy: cs.CentralStorageStrategy, dataset: cs.data.Dataset) -> floa
         (gradient,) = cs.gradient_buffers([model.w])
         np.matmul(x.T, logits, out=gradient)
         model.optimizer.apply_gradients([(gradient, model.w), (cs.IndexedSlices(x, np.arange(len(x))), model.b)])
+        groups = [(model.optimizer, [(gradient, model.w)])]
+        cs.optimizers.apply_gradients(groups, global_clipnorm=1.0, weight=0.5, clip_epsilon=1e-6)
         model.accuracy.update_state(y, logits)
         total = context.all_reduce(cs.ReduceOp.SUM, logits.sum())
         gathered = context.all_gather(logits, axis=0)
@@ -54,7 +56,7 @@ def train(strategy: cs.CentralStorageStrategy, dataset: cs.data.Dataset) -> floa
     for element in distributed:
         result = strategy.run(step, args=(element,), kwargs={}, options=cs.RunOptions())
         last = float(strategy.reduce(cs.ReduceOp.MEAN, result, axis=None))
-    with strategy.run_steps(step, distributed) as steps:
+    with strategy.run_steps(step, distributed, rates={model.optimizer: [0.1, {"learning_rate": 0.2}]}) as steps:
         for result in steps:
             locals_: tuple[Any, ...] = strategy.experimental_local_results(result)
             assert len(locals_) == strategy.num_replicas_in_sync

@@ -244,11 +244,13 @@ class Executor:
         lanes = self._undo.lanes
 
         def share(lane: int) -> None:
-            space = self._spaces.setdefault(lane, Workspace(_PIECE))
+            space = self._spaces[lane]
             for which in range(lane, len(pieces), lanes):
                 _, part, piece = pieces[which]
                 found[which] = space.square(clipping, self._arrays(part)[2], piece, weights)
 
+        for lane in range(len(self._spaces), lanes):
+            self._spaces[lane] = Workspace(_PIECE)
         self._spread(min(lanes, len(pieces)), share)
         for (number, _, _), square in zip(pieces, found, strict=True):
             squares[number] += square

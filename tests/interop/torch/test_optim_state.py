@@ -111,9 +111,11 @@ def test_half_in_torch_and_half_here_is_all_in_torch(alone: cs.CentralStorageStr
     assert_close(values(net), dict(whole.named_parameters()))
 
 
-def test_a_resumed_optimizer_goes_on_as_if_nothing_had_been(alone: cs.CentralStorageStrategy) -> None:
+@pytest.mark.parametrize(
+    "case", [Case("AdamW", {"lr": 0.01, "amsgrad": True}), Case("Lion", {"lr": 0.01}), Case("LAMB", {})], ids=str
+)
+def test_a_resumed_optimizer_goes_on_as_if_nothing_had_been(alone: cs.CentralStorageStrategy, case: Case) -> None:
     """Here to here, with numbers of groups that a schedule has changed."""
-    case = Case("AdamW", {"lr": 0.01, "amsgrad": True})
     net, optimizer, step = made(case, alone)
     for number in range(STEPS):
         optimizer.param_groups[0]["lr"] *= 0.9
@@ -125,7 +127,69 @@ def test_a_resumed_optimizer_goes_on_as_if_nothing_had_been(alone: cs.CentralSto
         go_on(*gradients(number))
     for name, value in values(net).items():
         assert torch.equal(values(again)[name], value), name
-    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.01
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != optimizer.defaults["lr"]
+
+
+def rows_loss(module: torch.nn.Module, rows: Any, factors: Any) -> torch.Tensor:
+    return (module(torch.tensor(rows)) * torch.tensor(factors)).sum()
+
+
+def rows_of(step: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(step)
+    return random.integers(0, 6, 4), random.normal(size=(4, 3)).astype(np.float32)
+
+
+def table_of(values: Any = None) -> torch.nn.Module:
+    torch.manual_seed(1)
+    table = torch.nn.Embedding(8, 3, sparse=True)
+    if values is not None:
+        table.load_state_dict(values)
+    return table
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
+def test_the_state_of_a_table_goes_both_ways(alone: cs.CentralStorageStrategy, name: str) -> None:
+    whole, theirs = table_of(), table_of()
+    whole_optimizer, reference = (getattr(torch.optim, name)(each.parameters(), lr=0.1) for each in (whole, theirs))
+
+    def by_torch(module: Any, optimizer: Any, steps: range) -> None:
+        with torch.sparse.check_sparse_tensor_invariants(enable=True):  # without a choice torch warns
+            for number in steps:
+                optimizer.zero_grad()
+                rows_loss(module, *rows_of(number)).backward()
+                optimizer.step()
+
+    by_torch(whole, whole_optimizer, range(30))
+    by_torch(theirs, reference, range(10))
+    table = central(alone, table_of(theirs.state_dict()))
+    optimizer = getattr(cst.optim, name)(table.parameters(), lr=0.1)
+    optimizer.load_state_dict(reference.state_dict())
+    step = stepper(table, [optimizer], rows_loss)
+    for number in range(10, 20):
+        step(*rows_of(number))
+    theirs.load_state_dict(values(table))
+    saved = optimizer.state_dict()
+    same_kind(saved["state"][0], {**saved["state"][0], "step": reference.state_dict()["state"][0]["step"] + 10})
+    reference.load_state_dict(saved)
+    by_torch(theirs, reference, range(20, 30))
+    assert_close(theirs.state_dict(), dict(whole.named_parameters()))
+
+
+def test_the_state_of_rowwise_adagrad_is_resumed(alone: cs.CentralStorageStrategy) -> None:
+    first = central(alone, table_of())
+    optimizer = cst.optim.RowwiseAdagrad(first.parameters(), lr=0.1)
+    step = stepper(first, [optimizer], rows_loss)
+    for number in range(5):
+        step(*rows_of(number))
+    second = central(alone, table_of(values(first)))
+    resumed = cst.optim.RowwiseAdagrad(second.parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    assert {key: value.shape for key, value in saved["state"][0].items()} == {"sum": (8,)}
+    resumed.load_state_dict(saved)
+    go_on = stepper(second, [resumed], rows_loss)
+    step(*rows_of(9))
+    go_on(*rows_of(9))
+    assert torch.equal(values(first)["weight"], values(second)["weight"])
 
 
 def test_a_parameter_without_an_entry_begins_anew(alone: cs.CentralStorageStrategy) -> None:

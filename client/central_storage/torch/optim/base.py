@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
 import weakref
 from collections import defaultdict
@@ -18,10 +17,11 @@ from central_storage.core.context import current_replica
 from central_storage.core.handles import handle_id
 from central_storage.optimizers import Optimizer, of_kind
 from central_storage.optimizers.checks import as_number
-from cs_proto.arithmetic.optimizers import check_change, rule_of
+from cs_proto.arithmetic.optimizers import check_change, defaults_of, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from . import state
+from .checks import bound, strategy_of
 from .state import Group
 
 __all__ = ["CentralOptimizer", "Numbers", "scalar_dtype"]
@@ -135,7 +135,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         self._received: list[list[Any]] | None = None
         self._lazy = bool(lazy)
         self.max_norm = max_norm
-        self._max_value = _bound("max_value", max_value)
+        self._max_value = bound("max_value", max_value)
         self.find_unused_parameters = find_unused_parameters
         # torch's classes make tensors for the state of every parameter that they see, and check their arguments after
         # they have added the groups. So they see no groups.
@@ -199,7 +199,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         first = next(chain.from_iterable(each["params"] for each in self.__dict__["param_groups"]), None)
         if first is None:
             raise InvalidArgumentError(f"{self._name(index)} has no parameters, and no group before it has any")
-        strategy, self._first = _strategy_of(group["params"], self._name(index), first), first
+        strategy, self._first = strategy_of(group["params"], self._name(index), first), first
         numbers = self._numbers(index, group)
         once = {"lazy": 1.0} if self._lazy else {}
         if self._max_value is not None:
@@ -211,7 +211,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         central.adopt(strategy)
         self.central.append(central)
         self._known.append(list(group["params"]))
-        self._made.append(numbers)
+        self._made.append({**defaults_of(self.kind), **numbers})
         self._pushed.append(dict(numbers))
         self._version += 1
 
@@ -245,7 +245,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         this class. The numbers of the groups are in the server."""
         for index, (group, known) in enumerate(zip(self.__dict__["param_groups"], self._known, strict=False)):
             if len(group["params"]) != len(known) or not all(map(operator.is_, group["params"], known)):
-                _strategy_of(group["params"], self._name(index), self._first)
+                strategy_of(group["params"], self._name(index), self._first)
                 self._known[index] = list(group["params"])
                 self._version += 1
         return self._version
@@ -257,7 +257,7 @@ class CentralOptimizer(torch.optim.Optimizer):
 
     @max_norm.setter
     def max_norm(self, value: float | None) -> None:
-        self._max_norm = _bound("max_norm", value)
+        self._max_norm = bound("max_norm", value)
         self._version += 1
 
     @property
@@ -328,7 +328,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         pushed = self._pushed[index]
         changed = {name: value for name, value in numbers.items() if pushed.get(name) != value}
         if changed:
-            self._check_change(index, self._made[index], numbers)
+            self._check_change(index, self._made[index], {**self._made[index], **numbers})
         return changed
 
     def _check_change(self, index: int, made: Numbers, numbers: Numbers) -> None:
@@ -561,33 +561,6 @@ def _of_server(group: Group, held: Mapping[str, float], keys: Iterable[str]) -> 
         value = tuple(values) if len(values) > 1 else values[0]
         found[key] = bool(value) if isinstance(group[key], bool) else value
     return found
-
-
-def _strategy_of(params: list[Any], group: str, first: Any) -> Any:
-    """The strategy of the parameters of a group, which is that of the optimizer's ``first`` parameter. Raises
-    InvalidArgumentError for one that was not centralized, and for another strategy's."""
-    for number, p in enumerate(params):
-        variable = getattr(p, "variable", None)
-        if variable is None or variable.strategy is None:
-            raise InvalidArgumentError(
-                f"{group}: parameter {number}, of shape {tuple(p.shape)}, lies in this process and not in the server; "
-                "call cst.centralize(module) first, and make the optimizer of the module's parameters"
-            )
-        if variable.strategy is not first.variable.strategy:
-            raise InvalidArgumentError(
-                f"{group}: {variable.name} and {first.variable.name} belong to different strategies; make an optimizer "
-                "for each"
-            )
-    return first.variable.strategy
-
-
-def _bound(name: str, value: float | None) -> float | None:
-    """A bound of the gradient; an infinite one is none."""
-    if value is None or value == math.inf:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise InvalidArgumentError(f"{name} must be a number of at least 0, or None, not {value!r}")
-    return float(value)
 
 
 def _signature(cls: type[CentralOptimizer]) -> inspect.Signature:
