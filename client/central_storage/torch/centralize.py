@@ -83,6 +83,7 @@ def centralize(
     made: Any
     factory: Any
     made, factory = (module, None) if isinstance(module, torch.nn.Module) else (_made_by(module), module)
+    _check_all(made, owner)
     if sync_batchnorm:
         made = synchronized(made)
     _move(made, owner, buffers, protect)
@@ -170,6 +171,22 @@ def _made_by(factory: Any) -> torch.nn.Module:
     return made
 
 
+def _check_all(module: torch.nn.Module, owner: CentralStorageStrategy) -> None:
+    """Raise InvalidArgumentError for what cannot be centralized, before anything has changed."""
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        _check(name, parameter, owner)
+    _check_overlap(parameters)
+    for name, buffer in module.named_buffers():
+        _check_memory(f"buffer {name}", buffer)
+
+
+def _check_memory(what: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise InvalidArgumentError(f"{what} has no plain memory: {tensor.layout}, {tensor.device}")
+    stored_dtype(tensor.dtype, what)
+
+
 def _check(name: str, parameter: torch.nn.Parameter, owner: CentralStorageStrategy) -> None:
     if isinstance(parameter, CentralParameter):
         if parameter.variable.strategy is not owner:
@@ -183,9 +200,7 @@ def _check(name: str, parameter: torch.nn.Parameter, owner: CentralStorageStrate
         raise InvalidArgumentError(
             f"parameter {name} is a {type(parameter).__name__}; centralize takes plain torch.nn.Parameters"
         )
-    if parameter.layout is not torch.strided or parameter.is_meta or parameter.is_quantized:
-        raise InvalidArgumentError(f"parameter {name} has no plain memory: {parameter.layout}, {parameter.device}")
-    stored_dtype(parameter.dtype, f"parameter {name}")
+    _check_memory(f"parameter {name}", parameter)
 
 
 def _check_overlap(parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -212,13 +227,9 @@ def _tables(module: torch.nn.Module) -> set[int]:
 
 def _move(module: torch.nn.Module, owner: CentralStorageStrategy, rule: str, protect: bool | str) -> None:
     """Make variables of the parameters and buffers, after everything has been checked."""
-    parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
-        _check(name, parameter, owner)
-    _check_overlap(parameters)
     tables = _tables(module)
     with owner.scope():
-        for name, parameter in parameters.items():
+        for name, parameter in list(module.named_parameters()):
             if not isinstance(parameter, CentralParameter):
                 _centralize_parameter(name, parameter, is_table=id(parameter) in tables, protect=protect)
         CentralBuffers(module, rule, owner.num_replicas_in_sync)

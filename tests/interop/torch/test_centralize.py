@@ -234,18 +234,29 @@ def overlapping() -> nn.Module:
     return module
 
 
+def holding(buffer: torch.Tensor) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.register_buffer("held", buffer)
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: nn.LazyLinear(3), "weight has no shape yet"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight has no plain memory"),
         (lambda: nn.Linear(2, 2).to(torch.float8_e4m3fn), "weight has dtype torch.float8_e4m3fn"),
+        (lambda: holding(torch.zeros(2).to(torch.float8_e4m3fn)), "buffer held has dtype torch.float8_e4m3fn"),
+        (lambda: holding(torch.eye(2).to_sparse()), "buffer held has no plain memory"),
         (overlapping, r"0.weight and 1.weight are two parameters over the same memory"),
     ],
 )
 def test_what_cannot_be_centralized_is_named(two: cs.CentralStorageStrategy, make: Any, message: str) -> None:
+    module = make()
     with two.scope(), pytest.raises(cs.errors.InvalidArgumentError, match=message):
-        cst.centralize(make())
+        cst.centralize(module, sync_batchnorm=True)
+    assert not any(isinstance(each, cst.CentralParameter) for each in module.parameters())
+    assert all(type(each).__module__.startswith("torch.") for each in module.modules())  # nothing has changed
 
 
 def test_wrong_arguments_are_named(two: cs.CentralStorageStrategy, three: cs.CentralStorageStrategy) -> None:

@@ -309,6 +309,7 @@ def test_dropout_has_the_same_bits_in_each_training_and_after_a_death(two: cs.Ce
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own compiler
 def test_a_compiled_module(two: cs.CentralStorageStrategy) -> None:
     torch.manual_seed(0)
     model, alone = centralized(two, nn.Sequential(nn.Linear(8, 130), nn.Tanh(), nn.Linear(130, 3)))
