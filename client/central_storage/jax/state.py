@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from central_storage.optimizers import Optimizer as CentralOptimizer
-from central_storage.variables.variable import Variable
 from cs_proto.errors import InvalidArgumentError
 
 from .optimizer import Optimizer, as_optimizer
@@ -126,7 +124,7 @@ class _Exchange:
             return
         for central, variables in self._groups:
             if path[:-1] not in self._schedules:
-                _set_steps(central, variables, int(value))
+                central.set_steps(dict.fromkeys(variables, int(value)))
             if path[:-1] in self._schedules or not self._schedules:
                 central.iterations = int(value)
 
@@ -142,7 +140,7 @@ class _Exchange:
     def _count(self, path: tuple[Any, ...]) -> int:
         if path[:-1] in self._schedules:
             return max(int(central.iterations) for central, _ in self._groups)
-        counts = {count for central, variables in self._groups for count in _steps_of(central, variables)}
+        counts = {count for central, variables in self._groups for count in central.steps_of(variables)}
         if len(counts) > 1:
             raise InvalidArgumentError(
                 f"the optimizer has made {sorted(counts)} updates of the variables of this tree, and optax's state has "
@@ -153,17 +151,3 @@ class _Exchange:
 
 def _is_of(kind: type) -> Callable[[Any], bool]:
     return lambda node: isinstance(node, kind)
-
-
-def _steps_of(central: CentralOptimizer, variables: list[Variable]) -> list[int]:
-    """The updates of each variable, of an optimizer that counts by variable; else those of the optimizer."""
-    if hasattr(central, "steps_of"):
-        return list(central.steps_of(variables))
-    return [int(central.iterations)] * len(variables)
-
-
-def _set_steps(central: CentralOptimizer, variables: list[Variable], count: int) -> None:
-    if hasattr(central, "set_steps"):
-        central.set_steps(dict.fromkeys(variables, count))
-    else:
-        central.iterations = count
