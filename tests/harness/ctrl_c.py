@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,12 +22,14 @@ def pressed_everywhere(call: Callable[[], object], every: int = 1) -> Iterator[t
     for number in count(1, every):
         pressed = _Presser(number)
         is_raised = False
+        gc.disable()  # Python drops what is raised in a callback of the garbage collector
         try:
             sys.settrace(pressed.begin)
             try:
                 call()
             finally:
                 sys.settrace(None)
+                gc.enable()
         except KeyboardInterrupt:
             is_raised = True
         if not pressed.where:
