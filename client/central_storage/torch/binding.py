@@ -277,17 +277,22 @@ class _InReplica:
         if optimizer.find_unused_parameters:
             self._agree(optimizer)
         taken = _Taken(optimizer, [], [])
+        moves: tuple[list[Any], list[Any]] = ([], [])
         for central, parameters in optimizer.groups_for_update():
             used = [p for p in parameters if p.grad is not None]
-            taken.groups.append((central, [(self._gradient(p), p.variable) for p in used]))
+            taken.groups.append((central, [(self._gradient(p, moves), p.variable) for p in used]))
             taken.used.extend(used)
+        if moves[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(*moves)
         self._waiting.append(taken)
         self._has_stepped = True
         return taken.used
 
-    def _gradient(self, p: Any) -> Any:
-        """The gradient in the form that the server takes. The parameter has none afterwards."""
-        gradient, p.grad = p.grad.detach(), None
+    def _gradient(self, p: Any, moves: tuple[list[Any], list[Any]]) -> Any:
+        """The gradient in the form that the server takes. The parameter has none afterwards. ``moves`` has what is
+        still to be copied: targets and sources."""
+        gradient, p.grad = p.grad, None
         if gradient.layout is torch.sparse_coo:
             values, indices = gradient._values(), gradient._indices()[0]  # noqa: SLF001  (those of coalesce() are sorted)
             return IndexedSlices(_array(values), _array(indices), p.variable.shape)
@@ -295,8 +300,9 @@ class _InReplica:
         if found is None:
             return _array(gradient)
         array, place = found
-        if gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
+        if gradient is not place:
+            moves[0].append(place)
+            moves[1].append(gradient)
         return array
 
     def _agree(self, optimizer: Any) -> None:
@@ -446,6 +452,7 @@ def apply(optimizers: Sequence[Any], weight: float | None = None) -> None:
 
 def _array(tensor: torch.Tensor) -> Any:
     """The array over the memory of a tensor; of 16 bits it is a copy of 32, as the variable is."""
+    tensor = tensor.detach()
     tensor = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     if tensor.device.type == "cpu":
         return tensor.numpy()
