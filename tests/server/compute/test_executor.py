@@ -210,7 +210,8 @@ def test_the_rate_follows_the_norms_of_each_variable(
     )
     of_rows = Rows("float64", 0, (30, 4), "t", ("a", "b"), ((array_of(values), array_of(rows)),))
     given = tuple({**LAMB, **bound}.items())
-    commit(memory, Apply("lamb", given, 4, parts, (of_rows,), (), (4, 9, 2)), threads=threads)
+    update = Update("lamb", given, 4, parts, (of_rows,), counts=(4, 9, 2))
+    commit(memory, Apply((update,)), threads=threads)
     for place, arrays in zip(ranges, wanted, strict=True):
         for found, expected in zip((w, m, v), arrays, strict=True):
             np.testing.assert_allclose(found[slice(*place)], expected, rtol=1e-12, atol=1e-14)
@@ -226,7 +227,7 @@ def test_lazy_rows_move_by_the_norms_of_the_named_rows() -> None:
     wanted = lamb(before[rows], np.zeros((2, 4)), np.zeros((2, 4)), values, 1)
     memory = Bytes(t=table.reshape(-1), a=moments[0].reshape(-1), b=moments[1].reshape(-1))
     of_rows = Rows("float64", 0, (30, 4), "t", ("a", "b"), ((array_of(values), array_of(rows)),))
-    commit(memory, Apply("lamb", tuple({**LAMB, "lazy": 1.0}.items()), 1, (), (of_rows,)))
+    commit(memory, Apply((Update("lamb", tuple({**LAMB, "lazy": 1.0}.items()), 1, (), (of_rows,)),)))
     for found, expected in zip((table, *moments), wanted, strict=True):
         np.testing.assert_allclose(found[rows], expected, rtol=1e-12)
     others = np.setdiff1d(np.arange(30), rows)

@@ -137,7 +137,7 @@ def test_norms_are_those_of_the_variable_and_of_its_direction(dtype: str) -> Non
     rule, number, threads = RULES["lamb"], computed_in(dtype), 8
     parameters, slots, gradients = state_of(rule, 1000, dtype, 2)
     ranges = [(0, 10), (10, 700), (700, 1000)]
-    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=False, factor=0.5)
+    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=False, factor=0.5, weights=(1, 0.5))
     before = [array.copy() for array in (parameters, *slots)]
     partial, sums = np.zeros((3, 2, threads)), np.zeros((3, 2))
     numbers = scalars(rule, HYPERPARAMETERS, 2, number)
@@ -145,7 +145,8 @@ def test_norms_are_those_of_the_variable_and_of_its_direction(dtype: str) -> Non
     kernel((3,), (threads,), (pieces.ctypes.data, np.int32(2), number.type(np.inf), *numbers, partial.ctypes.data))
     fold = (partial.ctypes.data, np.int32(threads), np.int64(6), sums.ctypes.data)
     compiled(codegen.loops(dtype))["fold"]((2,), (3,), fold)
-    total = (gradients[0].astype(number) + gradients[1].astype(number)) * number.type(0.5)
+    half = number.type(0.5)
+    total = (gradients[0].astype(number) + gradients[1].astype(number) * half) * half
     for (start, stop), found in zip(ranges, sums, strict=True):
         piece = slice(start, stop)
         wanted = squares(rule, parameters[piece], total[piece], [s[piece] for s in slots], HYPERPARAMETERS, 2)
