@@ -42,8 +42,8 @@ class Interrupts:
         return self._reader
 
     def raise_pending(self) -> None:
-        """Raise KeyboardInterrupt for a Ctrl-C that has not been raised yet."""
-        if self.count > self._taken and not self._deferred:
+        """Raise KeyboardInterrupt for a Ctrl-C of this ``with`` block that has not been raised yet."""
+        if self._is_pending and not self._deferred:
             self._taken = self.count
             self._drain()
             raise KeyboardInterrupt
@@ -58,8 +58,13 @@ class Interrupts:
             yield
         finally:
             self._deferred = False
-            if self.count > self._taken:
+            if self._is_pending:
                 self._wake()
+
+    @property
+    def _is_pending(self) -> bool:
+        # A Ctrl-C that the end of a block has raised still counts, and another thread may wait by then.
+        return self._installed and self.count > self._taken
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -152,7 +152,7 @@ def _attach(
 
         serving = wait_until_serving(connection, start_timeout)
         return ServiceLink(connection, serving, seed=seed, stop=None).open()
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nobody else would let go of the connection
         connection.close()
         raise
 
@@ -186,7 +186,7 @@ def _start(
         connection = SupervisorLink(started.socket, "controller")
         serving = wait_until_serving(connection, start_timeout)
         return ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own).open()
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nobody else would end the service
         if connection is not None:
             connection.close()
         started.stop()

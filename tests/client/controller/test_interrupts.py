@@ -38,6 +38,11 @@ def test_it_is_raised_at_the_end_where_nobody_asked(interrupts: Interrupts) -> N
     with pytest.raises(KeyboardInterrupt), interrupts:
         signal.raise_signal(signal.SIGINT)
     assert not wakes(interrupts)
+    # As a thread of the script does whose operation follows.
+    interrupts.raise_pending()
+    with interrupts.deferred():
+        pass
+    assert not wakes(interrupts)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["pressed meanwhile", "pressed before"])
