@@ -43,8 +43,11 @@ def main() -> None:
     strategy = cs.CentralStorageStrategy(options.devices.split(",") if options.devices else None, "cpu:0")
     steps = -(-options.ratings // options.batch)
     with strategy.scope():
-        user_table = cs.Variable(random.normal(0, 0.5, true_users.shape).astype(np.float32), name="users")
-        item_table = cs.Variable(random.normal(0, 0.5, true_items.shape).astype(np.float32), name="items")
+        user_vectors = random.normal(0, 0.5, true_users.shape).astype(np.float32)
+        item_vectors = random.normal(0, 0.5, true_items.shape).astype(np.float32)
+        # Their gradients are rows, so they need no gradient buffers.
+        user_table = cs.Variable(user_vectors, name="users", sparse=True)
+        item_table = cs.Variable(item_vectors, name="items", sparse=True)
         rate = cs.optimizers.schedules.ExponentialDecay(0.5, decay_steps=steps, decay_rate=0.8)
         optimizer = cs.optimizers.Adagrad(rate)
         squared_error = cs.metrics.Mean(name="error")

@@ -145,7 +145,7 @@ class EmbeddingTrial:
         self.strategy, self.work, self.done = strategy, work, 0
         self.ids = work.ids(steps)
         with strategy.scope():
-            self.table = table = cs.Variable(work.initial())
+            self.table = table = cs.Variable(work.initial(), sparse=True)
             optimizer = cs.optimizers.Adagrad(RATES["adagrad"], initial_accumulator_value=ACCUMULATOR, epsilon=EPSILON)
 
         @cs.function

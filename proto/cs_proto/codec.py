@@ -252,7 +252,7 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
     """The encoding of a message after the number of its run: the bytes before the changing ones, the changing ones, the
     bytes after them; and the record without them. None if more of the message changes from step to step."""
     if type(record) is Return and record.value is not None and not record.value.arrays:
-        if any(type(note) is not ApplyPoint or note.sparse for note in record.notes):
+        if any(type(note) is not ApplyPoint or any(u.sparse for u in note.updates) for note in record.notes):
             return None
         wire: Any = record.to_wire([])
         _, _, *before, (code, body, arrays), error, series, lookahead, client = wire

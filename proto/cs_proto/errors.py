@@ -19,6 +19,7 @@
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
     ├── ReplicaLostError         (RuntimeError)  a process died during a run; says which updates stand
+    ├── VariableWrittenError     (RuntimeError)  something wrote in place to a variable; names it and since when
     ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
     ├── NoAnswerError            (TimeoutError)  a service did not answer an observer in time
     ├── CheckpointError          (ValueError)    a checkpoint that cannot be read or does not fit; names the entry
@@ -75,6 +76,7 @@ __all__ = [
     "StructureMismatchError",
     "UnbatchedDatasetError",
     "UsedScopeError",
+    "VariableWrittenError",
     "code_of",
     "replica_exception_class",
 ]
@@ -164,6 +166,12 @@ class StructureMismatchError(MergeMismatchError, AssertionError):
 
 class ReplicaLostError(CentralStorageError, RuntimeError):
     """A worker or the server died during a run. The message says which updates are kept."""
+
+
+class VariableWrittenError(CentralStorageError, RuntimeError):
+    """A replica function, or native code that it called, wrote in place to memory in which it reads a variable. The
+    write changed no other process and has been undone. The message names the variable, says since which run numbers
+    may be wrong, and gives the remedy."""
 
 
 class ShutdownError(CentralStorageError, RuntimeError):
@@ -303,6 +311,7 @@ _OURS = (
     MergeMismatchError,
     StructureMismatchError,
     ReplicaLostError,
+    VariableWrittenError,
     ShutdownError,
     NoAnswerError,
     CheckpointError,

@@ -33,6 +33,7 @@ __all__ = [
     "Finite",
     "Frame",
     "Frames",
+    "NotNegative",
     "Range",
     "Record",
     "Seconds",
@@ -65,6 +66,8 @@ class Range:
 Count: TypeAlias = Annotated[int, Range(0, (1 << 62) - 1)]
 #: Any number but NaN and infinities.
 Finite: TypeAlias = Annotated[float, Range(-sys.float_info.max, sys.float_info.max)]
+#: Any number from 0 on but NaN and infinity.
+NotNegative: TypeAlias = Annotated[float, Range(0.0, sys.float_info.max)]
 #: A time, or how long something lasts, in seconds.
 Seconds: TypeAlias = Annotated[float, Range(0.0, 1e12)]
 

@@ -20,6 +20,7 @@ __all__ = [
     "is_parameters",
     "parameters",
     "server_arena",
+    "slab",
     "slots",
     "versions",
 ]
@@ -36,19 +37,25 @@ JOURNAL = "journal"
 UNDO = "undo"
 
 
-def parameters(dtype: str) -> str:
-    """The slab of all variables of one dtype."""
-    return f"parameters/{dtype.lower()}"
+def slab(dtype: str, *, sparse: bool) -> str:
+    """The name of the slab of the variables of one dtype. Sparse ones have a slab of their own, because no gradient
+    buffers belong to it."""
+    return f"sparse/{dtype}" if sparse else dtype
+
+
+def parameters(slab: str) -> str:
+    """All variables of a slab."""
+    return f"parameters/{slab.lower()}"
 
 
 def is_parameters(name: str) -> bool:
-    """Whether the segment called ``name`` holds the variables of a dtype."""
+    """Whether the segment called ``name`` holds the variables of a slab."""
     return name.startswith("parameters/")
 
 
-def slots(optimizer: int, slot: str, dtype: str) -> str:
-    """One slot kind of one optimizer, at the same offsets as the slab of ``dtype``."""
-    return f"slots/{optimizer}/{slot.lower()}/{dtype.lower()}"
+def slots(optimizer: int, slot: str, slab: str) -> str:
+    """One slot kind of one optimizer, at the same offsets as the variables of the slab."""
+    return f"slots/{optimizer}/{slot.lower()}/{slab.lower()}"
 
 
 def gradients(replica: int, buffers: int, dtype: str) -> str:

@@ -210,16 +210,33 @@ class Rows:
 
 
 @frozen
-class Apply:
-    """One optimizer step of ``variables``. ``t`` counts this optimizer's steps from 1; the learning rate is that of
-    this step."""
+class Update:
+    """One step of one optimizer. ``t`` counts this optimizer's steps from 1; the learning rate is that of this step.
+    The summed gradients are multiplied by ``factor`` after they are clipped."""
 
     rule: str
     hyperparameters: tuple[tuple[str, float], ...]
     t: int
     dense: tuple[Dense, ...]
     sparse: tuple[Rows, ...] = ()
+    factor: float = 1.0
+
+
+@frozen
+class Apply:
+    """Steps of different optimizers, whose ``variables`` are different, too.
+
+    ``weights``, in replica order, multiply the gradients of each replica before they are added up; a weight of 0 leaves
+    a replica out. No weights: all are 1. ``global_clipnorm`` bounds the norm of the summed gradients of all
+    ``updates`` together, after the bounds of each optimizer: the factor is
+    ``min(1, global_clipnorm / (norm + clip_epsilon))``.
+    """
+
+    updates: tuple[Update, ...]
     variables: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    global_clipnorm: float | None = None
+    clip_epsilon: float = 0.0
 
 
 @frozen

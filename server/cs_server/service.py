@@ -456,5 +456,5 @@ def _may_plan_memory(record: Record) -> bool:
     """Whether the engine may have to decide if something fits the memory."""
     if isinstance(record, Ask):
         point = record.point
-        return isinstance(point, CreatePoint) or (isinstance(point, ApplyPoint) and not point.variable_set)
+        return isinstance(point, CreatePoint) or (isinstance(point, ApplyPoint) and point.needs_answer)
     return isinstance(record, Create | DescribeSlots | AssignSlot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import central_storage as cs
 from central_storage.core import context
-from central_storage.optimizers import schedules
+from central_storage.core.backends import Combining, Group
+from central_storage.optimizers import of_kind, schedules
 from central_storage.strategy.service_strategy import CentralStorageStrategy
-from cs_proto.arithmetic.optimizers import OPTIMIZERS, SHARED, SLOTS, rule_of
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, SHARED, SLOTS, defaults_of, rule_of
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -24,7 +25,7 @@ from cs_proto.messages import Optimizer as Record
 from cs_proto.messages import Variable, VariableSpec
 
 F32 = np.float32
-KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl")
+KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion")
 
 
 class Backend:
@@ -38,7 +39,8 @@ class Backend:
         self.specs: list[VariableSpec] = []
         self.optimizers: dict[int, Record] = {}
         self.configured: list[tuple[int, dict[str, float], Schedule | None, int]] = []
-        self.applied: list[tuple[int, list[Any], list[Any]]] = []
+        self.applied: list[Group] = []
+        self.combined: list[Combining] = []
         self.slots: dict[tuple[int, int, str], np.ndarray] = {}
         self.runs = 0
 
@@ -78,10 +80,11 @@ class Backend:
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         self.slots[optimizer, variable, slot] = value.copy()
 
-    def apply(self, optimizer: int, dense: list[Any], sparse: list[Any], site: str) -> None:
-        self.applied.append((optimizer, dense, sparse))
+    def apply(self, groups: Sequence[Group], combining: Combining, site: str) -> None:
+        self.applied += groups
+        self.combined.append(combining)
 
-    def apply_buffers(self, optimizer: int, gradients: list[Any], numbers: tuple[int, ...], site: str) -> bool:
+    def apply_buffers(self, *given: Any) -> bool:
         """Nothing was handed out."""
         return False
 
@@ -200,7 +203,90 @@ def test_a_config_makes_an_equal_optimizer(kind: str) -> None:
     assert all(isinstance(config[name], bool) for name in config if name in ("nesterov", "amsgrad", "centered", "lazy"))
 
 
+OTHERS = [kind for kind in OPTIMIZERS if "." in kind]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_kind_of_another_framework_has_its_defaults(kind: str) -> None:
+    optimizer = of_kind(kind, learning_rate=0.25)
+    config = optimizer.get_config()
+    assert (optimizer.name, config.pop("kind"), config.pop("name")) == (kind, kind, kind)
+    assert config == {**dict(defaults_of(kind)), "learning_rate": 0.25}
+    assert config.keys() == OPTIMIZERS[kind].hyperparameters.keys()
+    assert optimizer.slot_names == list(SLOTS[rule_of(kind, config)])
+    again = type(optimizer).from_config(optimizer.get_config() | {"name": "mine"})
+    assert again.get_config() == optimizer.get_config() | {"name": "mine"}
+    assert of_kind(kind, "mine", learning_rate=0.5, clipnorm=2.0, lazy=True).get_config()["clipnorm"] == 2.0
+
+
+def test_of_kind_refuses_what_it_does_not_know() -> None:
+    assert type(of_kind("Lion", learning_rate=0.5)) is cs.optimizers.Lion
+    for kind, wrong, reason in [
+        ("torch.Adm", {}, "unknown optimizer 'torch.Adm'; the optimizers are SGD"),
+        ("torch.Adam", {"eps": 1e-8}, "torch.Adam has no hyperparameter 'eps'; it has learning_rate, beta_1"),
+        ("torch.Adam", {"beta_1": 1.0}, "torch.Adam: beta_1 must be a number in"),
+        ("torch.SGD", {"momentum": -0.5}, "torch.SGD: momentum must be a finite number of at least 0"),
+        ("optax.rmsprop", {"eps_in_sqrt": 0.5}, "eps_in_sqrt must be True or False"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=reason):
+            of_kind(kind, learning_rate=0.5, **wrong)
+
+
+def test_the_server_describes_an_optimizer_of_any_kind(s: CentralStorageStrategy, backend: Backend) -> None:
+    with s.scope():
+        made = of_kind("torch.AdamW", learning_rate=0.5, maximize=True)
+    found = cs.optimizers.optimizer_of(s, backend.optimizers[1])
+    assert found.get_config() == made.get_config() | {"name": "torch.AdamW"}
+
+
 # --- hyperparameters --------------------------------------------------------------------------------------------------
+
+
+def test_several_numbers_change_with_one_message(s: CentralStorageStrategy, backend: Backend) -> None:
+    with s.scope():
+        optimizer = of_kind("torch.SGD", learning_rate=0.1, momentum=0.9)
+    backend.configured.clear()
+    optimizer.assign({"learning_rate": 0.2, "momentum": 0.0, "nesterov": True, "maximize": True})
+    ((number, given, schedule, iterations),) = backend.configured
+    assert (number, schedule, iterations) == (1, None, -1)
+    assert given == {"learning_rate": 0.2, "momentum": 0.0, "nesterov": 1.0, "maximize": 1.0}
+    decay = schedules.ExponentialDecay(0.5, 10, 0.5)
+    optimizer.assign({"learning_rate": decay, "dampening": 0.5})
+    assert backend.configured[-1][1:3] == ({"learning_rate": 0.5, "dampening": 0.5}, decay.record())
+    before = optimizer.get_config()
+    for wrong in ({"learning_rate": 0.3, "rho": 0.5}, {"learning_rate": 0.3, "momentum": -1.0}):
+        with pytest.raises(InvalidArgumentError):
+            optimizer.assign(wrong)
+        assert optimizer.get_config() == before
+        assert len(backend.configured) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "change", "reason"),
+    [
+        ("torch.Adam", {}, {"amsgrad": True}, "amsgrad was fixed"),
+        ("torch.RMSprop", {}, {"centered": True}, "centered was fixed"),
+        ("torch.SGD", {}, {"momentum": 0.5}, "made with momentum 0 and keeps no momentum"),
+        ("optax.sgd", {}, {"momentum": 0.5}, "made with momentum 0 and keeps no momentum"),
+        ("optax.adam", {}, {"nesterov": True}, "nesterov was fixed"),
+        ("torch.NAdam", {}, {"beta_1": 0.5}, "beta_1 was fixed"),
+        ("torch.NAdam", {}, {"momentum_decay": 0.5}, "momentum_decay was fixed"),
+        ("torch.NAdam", {}, {"decoupled_weight_decay": True, "beta_2": 0.5}, None),
+        ("torch.Adam", {}, {"maximize": True, "decoupled_weight_decay": True, "lazy": True}, None),
+        ("torch.SGD", {"momentum": 0.5}, {"nesterov": True, "momentum": 0.0}, None),
+        ("optax.rmsprop", {}, {"eps_in_sqrt": False, "bias_correction": True}, None),
+    ],
+)
+def test_a_flag_changes_unless_it_chose_the_rule(
+    kind: str, given: dict[str, Any], change: dict[str, Any], reason: str | None
+) -> None:
+    optimizer = of_kind(kind, learning_rate=0.1, **given)
+    if reason is None:
+        optimizer.assign(change)
+        assert optimizer.get_config().items() >= change.items()
+    else:
+        with pytest.raises(InvalidArgumentError, match=reason):
+            optimizer.assign(change)
 
 
 def test_numbers_change_in_the_server_and_only_those_that_change_are_sent(

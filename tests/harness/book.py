@@ -45,7 +45,15 @@ class Book:
         self.state = opened(config, self.control)
         self.tables, self.out = self.state.tables, self.state.out
 
-    def make(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32", trainable: bool = True) -> int:
-        made, _ = variables.create(self.state, VariableSpec(name, dtype, shape, trainable, 0, 0), None)
+    def make(
+        self,
+        name: str,
+        shape: tuple[int, ...] = (),
+        dtype: str = "float32",
+        trainable: bool = True,
+        sparse: bool = False,
+    ) -> int:
+        spec = VariableSpec(name, dtype, shape, trainable, 0, 0, sparse=sparse)
+        made, _ = variables.create(self.state, spec, None)
         self.tables.flush()
         return made.number

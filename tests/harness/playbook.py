@@ -41,12 +41,14 @@ from cs_proto.messages import (
     MergeCallPoint,
     MergeCallReturn,
     Note,
+    OptimizerUpdate,
     PointFailed,
     ReadPoint,
     ReducePoint,
     Refused,
     Register,
     Return,
+    SparseGradient,
     Value,
     VariableSpec,
     Worker,
@@ -75,6 +77,7 @@ from cs_server.events import (
     Received,
     Reserve,
     Send,
+    Update,
     Write,
 )
 
@@ -472,11 +475,18 @@ def site(line: int) -> str:
 
 def applies(k: int, number: int = 1, buffers: int = 0, optimizer: int = 1, line: int = 10) -> ApplyPoint:
     """An apply of a set that has a number."""
-    return ApplyPoint(k, site(line), optimizer, number, (), buffers)
+    return ApplyPoint(k, site(line), (OptimizerUpdate(optimizer, number, ()),), buffers)
 
 
-def first_apply(k: int, *variables: int, buffers: int = 0, optimizer: int = 1, line: int = 10) -> ApplyPoint:
-    return ApplyPoint(k, site(line), optimizer, 0, variables, buffers)
+def first_apply(
+    k: int,
+    *variables: int,
+    buffers: int = 0,
+    optimizer: int = 1,
+    line: int = 10,
+    sparse: tuple[SparseGradient, ...] = (),
+) -> ApplyPoint:
+    return ApplyPoint(k, site(line), (OptimizerUpdate(optimizer, 0, variables, sparse),), buffers)
 
 
 def assigns(
@@ -535,7 +545,7 @@ def steps(
         slots=(),
         gradients=tuple(f"gradients/{replica}/{b}/float32" for replica, b in enumerate(buffers)),
     )
-    return Apply("sgd", tuple({**DEFAULTS["SGD"], **hyperparameters}.items()), t, (part,))
+    return Apply((Update("sgd", tuple({**DEFAULTS["SGD"], **hyperparameters}.items()), t, (part,)),))
 
 
 def writes(target: Array, op: Any, *sources: Array, reduce: Any = None, rows: Array | None = None) -> Write:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union
 from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS
 from cs_proto.errors import CODES, ReplicaError
 from cs_proto.messages import Number
-from cs_proto.records import RECORDS, Count, Finite, Record, Seconds
+from cs_proto.records import RECORDS, Count, Finite, NotNegative, Record, Seconds
 
 from .processes import ROOT
 
@@ -26,7 +26,7 @@ DOCUMENT = ROOT / "docs" / "protocol.md"
 
 _SIMPLE = {bool: "bool", str: "str", bytes: "bin", type(None): "nil"}
 # What section 2 of the document tells.
-_NAMED = {Count: "count", Number: "number", Finite: "float", Seconds: "seconds"}
+_NAMED = {Count: "count", Number: "number", Finite: "float", NotNegative: "float >= 0", Seconds: "seconds"}
 _CODES_IN_ROW = 12
 _GROUPS = [
     (1, 9, "Data inside messages"),

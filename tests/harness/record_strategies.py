@@ -27,6 +27,7 @@ from cs_proto.messages import (
     Fetch,
     Joined,
     MakeSegment,
+    OptimizerUpdate,
     Put,
     Return,
     Run,
@@ -190,20 +191,19 @@ def _schedules() -> st.SearchStrategy[Any]:
 
 
 def _applies() -> st.SearchStrategy[Any]:
-    buffers = st.integers(0, 3)
+    updates = st.lists(_updates(), min_size=1, max_size=3, unique_by=lambda update: update.optimizer).map(tuple)
+    bounded = _built(ApplyPoint, updates=updates, global_clipnorm=st.floats(0, 1e300))
+    free = _built(ApplyPoint, updates=updates, global_clipnorm=st.none(), clip_epsilon=st.just(0.0))
+    return st.one_of(bounded, free)
+
+
+def _updates() -> st.SearchStrategy[Any]:
     sparse = st.lists(_rows(), max_size=2, unique_by=lambda gradient: gradient.variable).map(
         lambda rows: tuple(sorted(rows, key=lambda gradient: gradient.variable))
     )
-    first = _built(
-        ApplyPoint,
-        variable_set=st.just(0),
-        variables=st.lists(NUMBERS, min_size=1, max_size=4).map(tuple),
-        buffers=buffers,
-        sparse=sparse,
-    )
-    later = _built(
-        ApplyPoint, variable_set=st.integers(1, 1 << 40), variables=st.just(()), buffers=buffers, sparse=sparse
-    )
+    variables = st.lists(NUMBERS, min_size=1, max_size=4).map(tuple)
+    first = _built(OptimizerUpdate, variable_set=st.just(0), variables=variables, sparse=sparse)
+    later = _built(OptimizerUpdate, variable_set=st.integers(1, 1 << 40), variables=st.just(()), sparse=sparse)
     return st.one_of(first, later)
 
 
@@ -226,6 +226,7 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
         shape=st.lists(st.integers(0, 1 << 20), max_size=4).map(tuple),
     ),
     ApplyPoint: _applies,
+    OptimizerUpdate: _updates,
     SparseGradient: _rows,
     DevicePlace: lambda: st.one_of(
         st.just(DevicePlace(b"", 0, 0, b"")),

@@ -22,6 +22,15 @@ HYPERPARAMETERS = {
     "l2_regularization_strength": 0.01,
     "l2_shrinkage_regularization_strength": 0.03,
     "beta": 0.5,
+    "dampening": 0.3,
+    "nesterov": False,
+    "maximize": True,
+    "decoupled_weight_decay": False,
+    "momentum_decay": 0.01,
+    "lr_decay": 0.1,
+    "eps_root": 1e-6,
+    "eps_in_sqrt": True,
+    "bias_correction": False,
 }
 
 

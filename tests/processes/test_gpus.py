@@ -171,7 +171,7 @@ def test_copies_that_are_asked_for_are_the_users(two: cs.CentralStorageStrategy)
 def test_rows_of_a_table_larger_than_the_gpu(two: cs.CentralStorageStrategy) -> None:
     table_nbytes = 8 << 20
     with two.scope():
-        table = cs.Variable(np.zeros((table_nbytes // 64, 16), F32))
+        table = cs.Variable(np.zeros((table_nbytes // 64, 16), F32), sparse=True)
         optimizer = cs.optimizers.SGD(1.0)
 
     def step(ids: Any) -> tuple[float, int]:

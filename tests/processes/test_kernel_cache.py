@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +82,23 @@ def contents(directory: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
 
 
+def file_of(name: str, dtype: str) -> str:
+    """The name of the file that holds the kernel of a rule."""
+    return kernels._path(RULES.get(name), name, np.dtype(dtype), Path()).name
+
+
+def test_code_is_kept_under_the_name_of_what_its_step_computes() -> None:
+    rule, dtype = RULES["sgd"], np.dtype("float32")
+
+    def sgd(w: Any, g: Any, learning_rate: Any) -> tuple[Any]:
+        return (w + learning_rate * g,)
+
+    again = replace(rule, numbers=RULES["sgd_momentum"].numbers)
+    assert kernels._path(again, "sgd", dtype, Path()) == kernels._path(rule, "sgd", dtype, Path())
+    changed = kernels._path(replace(rule, step=sgd), "sgd", dtype, Path())
+    assert changed != kernels._path(rule, "sgd", dtype, Path())
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds what is always loaded."""
@@ -90,7 +109,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for made in (directory.parent, directory):
         made.mkdir(mode=0o700)
     for rule, dtype in ALWAYS:
-        shutil.copy(kept / f"{rule}_{dtype}.code", directory)
+        shutil.copy(kept / file_of(rule, dtype), directory)
     return home
 
 
@@ -102,13 +121,13 @@ def test_two_processes_may_fill_a_cache_at_once(tmp_path: Path) -> None:
         assert Path(directory).parent.parent == tmp_path
         assert events == []
     assert max(compiled for compiled, *_ in found) > 0
-    assert {f"{rule}_{dtype}.code" for rule, dtype in ALWAYS} == set(contents(Path(found[0][1])))
+    assert {file_of(rule, dtype) for rule, dtype in ALWAYS} == set(contents(Path(found[0][1])))
 
 
 def test_a_later_process_compiles_nothing(home: Path) -> None:
     directory = next((home / "central-storage").iterdir())
     before = contents(directory)
-    assert set(before) >= {f"{rule}_{dtype}.code" for rule, dtype in ALWAYS}
+    assert set(before) >= {file_of(rule, dtype) for rule, dtype in ALWAYS}
     [(compiled, found, events, values)] = outcomes(start(home))
     assert compiled == 0
     assert found == str(directory)
@@ -131,7 +150,7 @@ def test_what_an_update_needed_is_kept_and_read_by_the_first_that_needs_it_again
     [(compiled, _, events, _)] = outcomes(start(home, another), said=said)
     assert compiled == 0
     assert events != []
-    assert (directory / "adagrad_float32.code").exists()
+    assert (directory / file_of("adagrad", "float32")).exists()
     before = contents(directory)
     [(compiled, _, events, _)] = outcomes(start(home, another))
     assert (compiled, events) == (0, ["open"])
@@ -156,7 +175,7 @@ def test_what_another_process_keeps_meanwhile_is_used_and_not_unpickled(home: Pa
     here.mkdir(mode=0o700, parents=True)
     here.parent.chmod(0o700)
     for rule, dtype in ALWAYS:
-        shutil.copy(filled / f"{rule}_{dtype}.code", here)
+        shutil.copy(filled / file_of(rule, dtype), here)
     meanwhile = f"""
 import json, subprocess, sys
 import numpy as np
@@ -172,15 +191,15 @@ print(json.dumps([0, str(kernels.cache_directory()), events, arrays[0].tolist()]
     [(_, directory, events, values)] = outcomes(start(tmp_path, meanwhile))
     assert events == []
     assert values == [1 - 0.5 / (np.sqrt(2) + 0.5)] * 4
-    kept = {f"{name}.code" for name in ("sgd_float32", "adam_float32", "adagrad_float64", "merge_float64")}
+    kept = {file_of(*each) for each in (*ALWAYS, ("adagrad", "float64"), ("merge", "float64"))}
     assert set(os.listdir(directory)) == kept
     assert os.listdir(Path(directory).parent) == [Path(directory).name]
 
 
 def test_damaged_code_is_not_read(home: Path, tmp_path: Path) -> None:
     [directory] = (home / "central-storage").iterdir()
-    whole = (directory / "sgd_float32.code").read_bytes()
-    copy = tmp_path / "sgd_float32.code"
+    whole = (directory / file_of("sgd", "float32")).read_bytes()
+    copy = tmp_path / file_of("sgd", "float32")
     for damaged in (whole[:100], whole[:-1] + b"?", b""):
         copy.write_bytes(damaged)
         assert kernels._read(copy) is None
@@ -191,7 +210,7 @@ def test_damaged_code_is_not_read(home: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_damaged_code_is_compiled_anew(home: Path) -> None:
     [directory] = (home / "central-storage").iterdir()
-    sgd = directory / "sgd_float32.code"
+    sgd = directory / file_of("sgd", "float32")
     sgd.write_bytes(b"")
     [(compiled, *_)] = outcomes(start(home))
     assert compiled == 1

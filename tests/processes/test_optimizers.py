@@ -129,10 +129,8 @@ def test_complex_variables_and_rules_that_compare(two: cs.CentralStorageStrategy
 
 
 def test_only_named_rows_of_a_large_table_are_touched(two: cs.CentralStorageStrategy) -> None:
-    """``trainable=False`` says that the plan need not promise it memory for dense gradients; it is updated all the
-    same."""
     with two.scope():
-        table = cs.Variable(np.zeros((200_000, 32), F32), trainable=False)
+        table = cs.Variable(np.zeros((200_000, 32), F32), sparse=True)
         optimizer = cs.optimizers.SGD(1.0, momentum=0.5)
 
     def step(x: Any) -> None:

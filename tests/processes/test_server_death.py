@@ -38,9 +38,27 @@ class Model:
             self.adam = cs.optimizers.Adam(0.01)
             self.adagrad = cs.optimizers.Adagrad(0.1, clipnorm=1.0)
             self.sgd = cs.optimizers.SGD(0.01, momentum=0.9)
+            self.groups = [cs.Variable(np.ones(n, np.float32), name=f"group{n}") for n in (3, SIZE, 7)]
+            self.of_groups = [cs.optimizers.Adam(0.1), cs.optimizers.Adam(0.2), cs.optimizers.SGD(0.1, momentum=0.5)]
+            self.group_rows = cs.Variable(np.ones((9, 4), np.float32), name="group_rows")
+            self.of_rows = cs.optimizers.Adagrad(0.1)
 
     def add(self, strategy: cs.CentralStorageStrategy, value: Any) -> None:
         self.count.assign_add(strategy.reduce("SUM", value, axis=None))
+
+    def together(self, k: Any) -> float:
+        """Several optimizers in one update, and nothing else: a plain step."""
+        context = cs.get_replica_context()
+        assert context is not None
+        k, replica = int(np.ravel(k)[0]), int(context.replica_id_in_sync_group)
+        random = np.random.default_rng([k, replica, 2])
+        gradients = [random.standard_normal(variable.shape).astype(np.float32) for variable in self.groups]
+        rows = cs.IndexedSlices(random.standard_normal((5, 4)).astype(np.float32), random.integers(0, 9, 5))
+        pairs = [[pair] for pair in zip(gradients, self.groups, strict=True)]
+        groups = [*zip(self.of_groups, pairs, strict=True), (self.of_rows, [(rows, self.group_rows)])]
+        before = float(np.asarray(self.groups[0])[0])
+        cs.optimizers.apply_gradients(groups, global_clipnorm=20.0, weight=(k + replica) % 3 / 2, clip_epsilon=1e-6)
+        return before
 
     def step(self, k: Any) -> float:
         context = cs.get_replica_context()
@@ -65,22 +83,32 @@ def trained(strategy: cs.CentralStorageStrategy) -> dict[str, bytes]:
     """The bits of variables, slots and answers after some steps and what the controller writes between them."""
     model, said = Model(strategy), []
     local = strategy.experimental_local_results
+    for k in range(STEPS // 2):
+        said += local(strategy.run(model.together, args=(k,)))
+    for result in strategy.run_steps(model.together, strategy.experimental_distribute_dataset(elements_of(STEPS))):
+        said += local(result)
     for k in range(STEPS):
         said += local(strategy.run(model.step, args=(k,)))
         if k % 5 == 2:
             model.count.assign_add(np.ones(3))
             said.append(model.count.numpy().tolist())
-    elements = strategy.experimental_distribute_dataset([np.full(2, k) for k in range(STEPS, 2 * STEPS)])
+    elements = strategy.experimental_distribute_dataset(elements_of(2 * STEPS)[STEPS:])
     for result in strategy.run_steps(model.step, elements):
         said += local(result)
-    said.append([int(optimizer.iterations) for optimizer in (model.adam, model.adagrad, model.sgd)])
+    optimizers = (model.adam, model.adagrad, model.sgd, *model.of_groups, model.of_rows)
+    said.append([int(optimizer.iterations) for optimizer in optimizers])
     with strategy.scope():
         said.append(cs.Variable(model.weights.numpy() * 2, name="last").numpy()[-1])
-    values = {v.name: v.numpy() for v in (model.weights, model.half, model.table, model.count, model.rows)}
+    trained_ones = (model.weights, model.half, model.table, model.count, model.rows, *model.groups, model.group_rows)
+    values = {v.name: v.numpy() for v in trained_ones}
     kept = ((model.adam, model.weights, "m"), (model.adam, model.weights, "v"), (model.sgd, model.half, "momentum"))
     for optimizer, variable, slot in (*kept, (model.adagrad, model.table, "accumulator")):
         values[slot] = np.asarray(optimizer.get_slot(variable, slot))
     return {name: value.tobytes() for name, value in values.items()} | {"said": repr(said).encode()}
+
+
+def elements_of(steps: int) -> list[np.ndarray]:
+    return [np.full(2, k) for k in range(steps)]
 
 
 STEPS = 15

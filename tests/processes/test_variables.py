@@ -189,7 +189,7 @@ def test_a_large_table_takes_the_memory_of_the_rows_that_are_named(two: cs.Centr
         return 1024 * sum(map(int, found))
 
     before = resident()
-    table = made(two, np.zeros((1 << 20, 64), F32), trainable=False)  # 256 MiB, and as much for the accumulators
+    table = made(two, np.zeros((1 << 20, 64), F32), sparse=True)  # 256 MiB, and as much for the accumulators
     with two.scope():
         optimizer = cs.optimizers.Adagrad(0.5, initial_accumulator_value=0.0)
 

@@ -12,10 +12,11 @@ from cs_proto import codec
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import Decoder, Limits, decode, encode
 from cs_proto.errors import PeerProtocolError
-from cs_proto.messages import ApplyPoint, Return, Run, Value
+from cs_proto.messages import ApplyPoint, OptimizerUpdate, Return, Run, Value
 from cs_proto.records import Frame, Record, replace
 
-FIRST = Return((5,), 0, 1, (ApplyPoint(0, "train.py:12", 1, 1, (), 0),), 1, Value(b"loss", ()), None, 2, 2, "c")
+UPDATES = (OptimizerUpdate(1, 1, ()), OptimizerUpdate(2, 2, ()))
+FIRST = Return((5,), 0, 1, (ApplyPoint(0, "train.py:12", UPDATES, 0),), 1, Value(b"loss", ()), None, 2, 2, "c")
 
 RUN = Run((5,), 5, 0, 7, bytes(16), None, True, b"pickle", (), 2, 2, name="module.step")
 
@@ -129,7 +130,7 @@ def test_of_what_is_known_the_bytes_that_change_are_not_kept() -> None:
     kinds = [replace(FIRST, value=Value(bytes(8192), ())), replace(RUN, arguments=bytes(8192))]
     for record in [*kinds, replace(RUN, arguments=Frame(bytes(1 << 20)))]:
         assert decoder.decode(encode(record)) == record
-    long = replace(FIRST, notes=tuple(ApplyPoint(k, "train.py:12" * 40, 1, 1, (), 0) for k in range(40)))
+    long = replace(FIRST, notes=tuple(ApplyPoint(k, "train.py:12" * 40, UPDATES[:1], 0) for k in range(40)))
     assert decoder.decode(encode(long)) == long
     kept = [known for entries in decoder._known.values() for known in entries]
     assert len(kept) == len(kinds) + 1

@@ -23,6 +23,7 @@ from cs_proto.messages import (
     Done,
     Locate,
     MakeSegment,
+    OptimizerUpdate,
     Output,
     ReducePoint,
     Return,
@@ -36,6 +37,8 @@ from cs_proto.records import RECORDS, Count, Frame, Frames, Record, _compile, fr
 
 # The server's private rows are records too, and are proved by its own tests.
 KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswith("cs_proto.")]
+
+UPDATES = (OptimizerUpdate(1, 3, ()),)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -86,9 +89,16 @@ def test_every_record_has_a_code_of_its_own() -> None:
         (lambda: Cancel((1,) * 67), "is not a run"),
         (lambda: ReducePoint(-1, "f.py:1", "SUM", ()), "k must be int from 0"),
         (lambda: ReducePoint(0, "f" * 4097, "SUM", ()), "the call site has 4097 characters"),
-        (lambda: ApplyPoint(0, "f.py:1", 1, 0, (), 0), "either variables or the number of their set"),
-        (lambda: ApplyPoint(0, "f.py:1", 1, 3, (1,), 0), "either variables or the number of their set"),
-        (lambda: ApplyPoint(0, "f.py:1", 1, 3, (), 4), "buffers must be int from 0 to 3"),
+        (lambda: OptimizerUpdate(1, 0, ()), "either variables or the number of their set"),
+        (lambda: OptimizerUpdate(1, 3, (1,)), "either variables or the number of their set"),
+        (lambda: ApplyPoint(0, "f.py:1", UPDATES, 4), "buffers must be int from 0 to 3"),
+        (lambda: ApplyPoint(0, "f.py:1", (), 0), "name at least one optimizer"),
+        (lambda: ApplyPoint(0, "f.py:1", 2 * UPDATES, 0), r"name at least one optimizer, and each once, not \(1, 1\)"),
+        (lambda: ApplyPoint(0, "f.py:1", UPDATES, 0, -0.5), "weight must be float from 0.0"),
+        (lambda: ApplyPoint(0, "f.py:1", UPDATES, 0, float("nan")), "weight must be float from 0.0"),
+        (lambda: ApplyPoint(0, "f.py:1", UPDATES, 0, float("inf")), "weight must be float from 0.0"),
+        (lambda: ApplyPoint(0, "f.py:1", UPDATES, 0, 1.0, -1.0), "global_clipnorm must be"),
+        (lambda: ApplyPoint(0, "f.py:1", UPDATES, 0, clip_epsilon=1e-6), "clip_epsilon belongs to a global_clipnorm"),
         (lambda: Locate(1, (), 2), "buffers must be int from -1 to 1"),
         (lambda: DevicePlace(bytes(64), 16, 64, b""), "a mark of 0"),
         (lambda: DevicePlace(bytes(64), 15, 64, bytes(16)), "offset 15 in a block of 64"),

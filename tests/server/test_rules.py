@@ -9,7 +9,7 @@ from tests.harness.updates import HYPERPARAMETERS
 
 from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, check_change, rule_of
 from cs_proto.errors import InvalidArgumentError
-from cs_server.rules import RULES, reference, scalars
+from cs_server.rules import RULES, reference, scalars, tensorflow
 
 SGD = {"learning_rate": 0.05, "momentum": 0.0, "nesterov": False}
 ADAM = {"learning_rate": 0.05, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-7, "amsgrad": False}
@@ -164,7 +164,7 @@ def test_nothing_leaves_the_dtype_of_the_variable(dtype: str, name: str) -> None
         return
     numbers = scalars(rule, hyperparameters, 3, np.dtype(dtype))
     assert [number.dtype for number in numbers] == [dtype] * rule.count_of_numbers
-    if dtype in ("float32", "complex64"):
+    if rule.rounds_first and dtype in ("float32", "complex64"):
         hyperparameters = {given: float(np.float32(value)) for given, value in hyperparameters.items()}
     assert numbers == tuple(np.array(rule.numbers(hyperparameters, 3)).astype(dtype))
     values = rule.step(*np.full((2 + len(rule.slots), 3), 0.5, dtype), *numbers)
@@ -174,6 +174,19 @@ def test_nothing_leaves_the_dtype_of_the_variable(dtype: str, name: str) -> None
 def test_the_rest_of_a_rounded_decay_is_tensorflows() -> None:
     _, _, _, _, rest, _ = scalars(RULES["adam"], ADAM | {"beta_2": 0.999}, 1, np.dtype(np.float32))
     assert rest == np.float32(1) - np.float32(0.999) != np.float32(0.001)
+
+
+def test_numbers_of_the_other_kinds_are_made_in_double_precision() -> None:
+    *_, rest, _ = scalars(RULES["torch_adam"], ALL | {"beta_2": 0.999}, 1, np.dtype(np.float32))
+    assert rest == np.float32(0.001) != np.float32(1) - np.float32(0.999)
+
+
+def test_rules_with_one_step_share_its_compiled_code_and_steps_have_names_of_their_own() -> None:
+    by_kernel: dict[str, set[object]] = {}
+    for rule in RULES.values():
+        by_kernel.setdefault(rule.kernel, set()).add((rule.step, len(rule.slots), rule.is_compiled))
+    assert all(len(steps) == 1 for steps in by_kernel.values())
+    assert RULES["torch_adamw"].kernel == RULES["torch_sparse_adam"].kernel == "torch_adam"
 
 
 def test_replicas_are_summed_in_their_order() -> None:
@@ -272,7 +285,7 @@ def _by_hand(kind: str, given: dict[str, float], t: int, g: float, f: _Formula) 
         s["acc"] = n
 
 
-@pytest.mark.parametrize("name", sorted(set(RULES) - {"adam", "adam_amsgrad"} - SGDS))
+@pytest.mark.parametrize("name", sorted({rule.name for rule in tensorflow.RULES} - {"adam", "adam_amsgrad"} - SGDS))
 def test_the_other_rules_follow_their_formulas(name: str) -> None:
     rule, by_hand = RULES[name], _Formula()
     w = np.ones(3)

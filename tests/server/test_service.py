@@ -319,9 +319,9 @@ def test_a_run_with_apply_and_all_reduce(running: Service) -> None:
     # The first apply of a set is answered with its number; all_reduce is answered with the sum.
     for replica, worker in enumerate(running.workers):
         bring_gradient(running, replica, variable, replica + 1)
-        first = m.ApplyPoint(0, "train.py:8", optimizer, 0, (variable.number,), 0)
+        first = m.ApplyPoint(0, "train.py:8", (m.OptimizerUpdate(optimizer, 0, (variable.number,)),), 0)
         worker.say(m.Ask((1,), replica, 1, (), first))
-    numbers = {worker.hear(m.Accepted).variable_set for worker in running.workers}
+    numbers = {worker.hear(m.Accepted).variable_sets[0] for worker in running.workers}
     assert len(numbers) == 1
     for replica, worker in enumerate(running.workers):
         loss = array_of(np.array([replica + 0.25, 1.0]))
@@ -337,7 +337,7 @@ def test_a_run_with_apply_and_all_reduce(running: Service) -> None:
 
     # From then on an apply is a note that travels with the return: one message for each worker.
     for replica, worker in enumerate(running.workers):
-        note = m.ApplyPoint(0, "train.py:8", optimizer, numbers.copy().pop(), (), 0)
+        note = m.ApplyPoint(0, "train.py:8", (m.OptimizerUpdate(optimizer, numbers.copy().pop(), ()),), 0)
         worker.say(m.Return((2,), replica, 1, (note,), 1, m.Value(b"", ()), None))
     assert running.controller.hear(m.RunFinished).error is None
     assert value_of(running.controller, variable.number).tolist() == [7.0] * 4
@@ -484,7 +484,7 @@ def test_with_variables_on_a_gpu_too(service: Service, where: str) -> None:
             bring_gradient(service, 0, variable, 2)
             configure = m.Configure("01", next(_sequence), 0, "Adam", tuple(adam.items()), None, -1)
             assert service.controller.ask(configure, m.Done).number == 1
-            first = m.ApplyPoint(0, "train.py:8", 1, 0, (variable.number,), 0)
+            first = m.ApplyPoint(0, "train.py:8", (m.OptimizerUpdate(1, 0, (variable.number,)),), 0)
             accepted = service.workers[0].ask(m.Ask((1,), 0, 1, (), first), m.Accepted)
             service.workers[0].say(m.Return((1,), 0, 1, (), 1, m.Value(b"", ()), None))
             assert child.wait().code == -signal.SIGKILL
@@ -493,7 +493,7 @@ def test_with_variables_on_a_gpu_too(service: Service, where: str) -> None:
             while not isinstance(said := service.controller.next(), m.Counters):  # it has connected again
                 assert isinstance(said, m.RunFinished)
                 assert said.run == (1,)
-            note = m.ApplyPoint(0, "train.py:8", 1, accepted.variable_set, (), 0)
+            note = m.ApplyPoint(0, "train.py:8", (m.OptimizerUpdate(1, accepted.variable_sets[0], ()),), 0)
             service.workers[0].say(m.Return((2,), 0, 1, (note,), 1, m.Value(b"", ()), None))
             finished = service.controller.hear(m.RunFinished)
             assert (finished.run, finished.error) == ((2,), None)
@@ -557,7 +557,8 @@ def test_arrays_lie_where_their_sender_may_write(running: Service) -> None:
         return f"w1 may not write segment {array.place.segment}"
 
     def sparse(*arrays: Array) -> tuple[m.ApplyPoint]:
-        return (m.ApplyPoint(0, "", 1, 0, (variable.number,), 0, (m.SparseGradient(variable.number, *arrays),)),)
+        update = m.OptimizerUpdate(1, 0, (variable.number,), (m.SparseGradient(variable.number, *arrays),))
+        return (m.ApplyPoint(0, "", (update,), 0),)
 
     for array in [values, *(replace(values, place=Location(name, 0)) for name in ("arena/0", "control", "arena/99"))]:
         points = [

@@ -25,7 +25,7 @@ from central_storage.diagnostics.read_only import explain
 from central_storage.pickling.pickler import load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names
-from cs_proto.descriptors import Array
+from cs_proto.descriptors import Array, Location
 from cs_proto.messages import Forget, Prepare, Run, Value
 from cs_proto.records import Buffer, Frame
 from cs_runtime.failpoints import failpoint
@@ -69,7 +69,8 @@ class Loop:
         catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
         lifeline.carry = catalogue.carry
         lifeline.may_preserve = device.is_host
-        own = lifeline.segment(segment_names.arena(config.replica))
+        self._own_arena = segment_names.arena(config.replica)
+        own = lifeline.segment(self._own_arena)
         self._lifeline = lifeline
         self._has_said_carried = False
         self._say_carried()
@@ -151,16 +152,23 @@ class Loop:
         value, error = None, None
         failpoint("worker.run")
         self._under_way.append(replica)
+        written = self._shop.catalogue.written
         if outer is None:
             self._shop.device.begin_run(self._shop.catalogue)
+            written.begin_run(run)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("run %s begins", path_text(run.run))
         try:
-            value = self._call(sender, run, replica)
+            returned = self._call(sender, run, replica)
+            if outer is None:
+                written.end_run()
+            value = returned
         # Every exception of the user's code is an answer, also SystemExit and KeyboardInterrupt. The worker continues.
         except BaseException as raised:
             if self._shop.interrupts.terminating:
                 raise
+            if outer is None:
+                written.explain(raised)
             error = raised_error(raised, replica.replica, replica.count, self._shop.arena)
         finally:
             self._under_way.pop()
@@ -169,7 +177,12 @@ class Loop:
         _flush()
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("run %s has ended", path_text(run.run))
-        return partial(replica.send_return, value, error)
+        return partial(self._send_return, replica, run, value, error)
+
+    def _send_return(self, replica: Replica, run: Run, value: Value | None, error: messages.Error | None) -> None:
+        replica.send_return(value, error)
+        # Not earlier, because a small result may be a view of an argument.
+        self._shop.catalogue.written.restore_arguments(run.buffers)
 
     def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:
         shop = self._shop
@@ -179,13 +192,22 @@ class Loop:
                 result = self._call_user(sender, run, streams)
             return to_value(result, Placing(shop.arena), shared=replica.shared)
 
+    def _buffer(self, array: Array) -> memoryview:
+        """The bytes of an argument, which may be written in place without an effect on others. So a nested run gets a
+        copy of what lies in this worker's own arena, which the other replicas map."""
+        catalogue = self._shop.catalogue
+        is_own = isinstance(array.place, Location) and array.place.segment == self._own_arena
+        return (catalogue.copy(array) if is_own else catalogue.map(array)).data
+
     def _bring(self, leaf: Any) -> Any:
         return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _call_user(self, sender: bytes, run: Run, streams: Streams) -> Any:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
-        buffers = [shop.catalogue.map(array).data for array in run.buffers]
+        # An array of an earlier run that the function has kept may lie in the same place, and may have been written.
+        shop.catalogue.written.restore_arguments(run.buffers)
+        buffers = [self._buffer(array) for array in run.buffers]
         args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))

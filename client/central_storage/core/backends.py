@@ -8,10 +8,10 @@ by their numbers in the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -24,7 +24,16 @@ from .made_in_replicas import MadeInReplicas
 from .pipeline import Series
 from .variable_sets import Numbers, VariableSets
 
-__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy", "service_of"]
+__all__ = [
+    "Carriage",
+    "Combining",
+    "ControllerBackend",
+    "Group",
+    "ReplicaBackend",
+    "ServiceBackend",
+    "Strategy",
+    "service_of",
+]
 
 
 class Carriage(NamedTuple):
@@ -32,6 +41,24 @@ class Carriage(NamedTuple):
 
     copy: Callable[[np.ndarray], np.ndarray] = np.copy
     in_thread: bool = True
+
+
+class Group(NamedTuple):
+    """The gradients for one optimizer: (gradient, variable number) pairs and (values, int64 indices, variable number)
+    triples that fit their variables."""
+
+    optimizer: int
+    dense: Sequence[tuple[np.ndarray, int]]
+    sparse: Sequence[tuple[np.ndarray, np.ndarray, int]]
+
+
+class Combining(NamedTuple):
+    """How the gradients of the replicas are combined: by the weight of this replica, and with a bound on the norm of
+    all sums together."""
+
+    weight: float = 1.0
+    global_clipnorm: float | None = None
+    clip_epsilon: float = 0.0
 
 
 class Strategy(Protocol):
@@ -127,23 +154,44 @@ class ReplicaBackend(_Catalogue, Protocol):
         Raises MemoryPlanError if values that are held through an update need more memory than there is.
         """
 
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Show the server's values of these variables again, where this process has written to them in place. On a CPU
+        the arrays that :meth:`view` has returned show them; but not one that was returned before an update and is still
+        held after it, which keeps its bits. On a GPU the next :meth:`view` returns a new array. Small variables share
+        pages of memory, so what was written to a neighbour may be given back, too."""
+
+    def refuse_written(self, sites: Mapping[int, str]) -> NoReturn:
+        """Raise VariableWrittenError about a write in this run to these variables. ``sites`` has, by number, the line
+        that wrote, such as ``model.py:12``, or the empty string. Restores the variables. The run fails even if the
+        function handles the error."""
+
+    def protect(self, numbers: Iterable[int]) -> None:
+        """Make the memory in which a replica on a CPU reads these variables unwritable until this worker ends: a write
+        ends the worker by SIGSEGV, at the instruction that writes, and the error of the run names the variable. Pages
+        are protected whole, so this covers small variables that share pages with these. Calls for variables that are
+        protected already cost nothing.
+
+        Raises MemoryPlanError if the kernel has no memory for its records of that.
+        """
+
     def hold(self, value: Any) -> None:
         """Hold a result of :meth:`view` until this replica's run is over. Readers of ``__cuda_array_interface__`` hold
         the variable, and not the memory."""
 
-    def apply(
-        self,
-        optimizer: int,
-        dense: Sequence[tuple[np.ndarray, int]],
-        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
-        site: str,
-    ) -> None:
-        """Note one optimizer step: (gradient, variable number) pairs and (values, int64 indices, variable number)
-        triples that fit their variables."""
+    def apply(self, groups: Sequence[Group], combining: Combining, site: str) -> None:
+        """Note one step of each group's optimizer, all in one update."""
 
-    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
-        """Do as ``apply`` if ``gradients`` are exactly the last ``gradient_buffers`` of these variables, in memory that
-        the server sees. Otherwise do nothing and return False."""
+    def apply_buffers(
+        self,
+        counts: tuple[tuple[int, int], ...],
+        gradients: Sequence[np.ndarray],
+        numbers: Numbers,
+        combining: Combining,
+        site: str,
+    ) -> bool:
+        """Do as ``apply`` if ``gradients`` are exactly the last ``gradient_buffers`` of the variables ``numbers``, in
+        memory that the server sees. Otherwise do nothing and return False. ``counts`` divides the variables in order:
+        (optimizer, count of its variables) for each group."""
 
     def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
         """Writable arrays of the variables' shapes that lie where the server reads gradients."""

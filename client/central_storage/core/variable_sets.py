@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ class Numbers(tuple[int, ...]):
         self._hash = super().__hash__()
         self.members = frozenset(self)
         self._ascending = tuple(sorted(self))
+        self._divided: dict[tuple[tuple[int, int], ...], tuple[tuple[int, Numbers], ...]] = {}
 
     def __hash__(self) -> int:
         return self._hash
@@ -37,6 +39,23 @@ class Numbers(tuple[int, ...]):
     def ascending(self) -> tuple[int, ...]:
         """The numbers in ascending order."""
         return self._ascending
+
+    def divided(self, counts: tuple[tuple[int, int], ...]) -> tuple[tuple[int, Numbers], ...]:
+        """The numbers of each optimizer, in order; ``counts`` says of each optimizer how many. The same counts come
+        again with every step."""
+        if len(counts) == 1:
+            return ((counts[0][0], self),)
+        found = self._divided.get(counts)
+        if found is None:
+            if len(self._divided) >= _KEPT:
+                self._divided.clear()
+            ends = list(accumulate(count for _, count in counts))
+            starts = [0, *ends]
+            found = self._divided[counts] = tuple(
+                (optimizer, Numbers(self[start:end]))
+                for (optimizer, _), start, end in zip(counts, starts, ends, strict=False)
+            )
+        return found
 
 
 class VariableSet(NamedTuple):

@@ -9,10 +9,13 @@ from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
+from .lion import Lion
 from .optimizer import Optimizer
 from .rmsprop import RMSprop
 from .sgd import SGD
+from .table import of_kind as of_kind
 from .table import optimizer_of
+from .update import apply_gradients
 
 __all__ = [
     "SGD",
@@ -23,9 +26,11 @@ __all__ = [
     "Adamax",
     "Ftrl",
     "GradientAccumulator",
+    "Lion",
     "Nadam",
     "Optimizer",
     "RMSprop",
+    "apply_gradients",
     "optimizer_of",
     "schedules",
 ]

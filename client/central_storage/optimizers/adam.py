@@ -10,6 +10,7 @@ from cs_proto.arithmetic.optimizers import check_exempt, only
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
+from .update import checked_variable
 
 
 class Adam(Optimizer):
@@ -138,7 +139,7 @@ class AdamW(Optimizer):
             ['bias']
         """
         self._refuse_in_replica("exclude_from_weight_decay")
-        variables = [self._own(variable) for variable in var_list or ()]
+        variables = [checked_variable(self, variable) for variable in var_list or ()]
         local = next((variable.name for variable in variables if variable.strategy is None), None)
         if local is not None:
             raise ContextError(

@@ -9,11 +9,12 @@ import numpy as np
 from central_storage.core.context import get_array_module
 from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices, convert_to_tensor
+from central_storage.variables.checks import dense_refused
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import is_flag
 from cs_proto.errors import InvalidArgumentError
 
-__all__ = ["as_number", "fitting", "fitting_rows"]
+__all__ = ["as_given", "as_number", "fitting", "fitting_rows"]
 
 
 def as_number(kind: str, key: str, value: object) -> float:
@@ -32,7 +33,14 @@ def as_number(kind: str, key: str, value: object) -> float:
         raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r:.40}") from None
 
 
+def as_given(kind: str, key: str, value: float) -> float | bool:
+    """A hyperparameter as users give it: a flag is True or False."""
+    return bool(value) if is_flag(kind, key) else value
+
+
 def fitting(gradient: Any, variable: Variable) -> Any:
+    if variable.sparse:
+        raise dense_refused(variable.name)
     array = _array(gradient)
     if array.shape != variable.shape:
         raise InvalidArgumentError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias, TypedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -18,21 +18,20 @@ from central_storage.core.context import (
     refuse_in_replica,
 )
 from central_storage.core.tensors.live_number import LiveNumber
-from central_storage.core.values import IndexedSlices
-from central_storage.diagnostics.callers import call_site, warn, warn_deprecated
-from central_storage.variables.constraints import constraints_after
+from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
-from .checks import as_number, fitting, fitting_rows
+from .checks import as_given, as_number
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
+from .update import apply_gradients, checked_variable
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
+    from central_storage.core.backends import ControllerBackend, Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -97,7 +96,7 @@ class Optimizer(Weights):
     """
 
     #: The name of the optimizer in the table of ``cs_proto.arithmetic.optimizers``.
-    kind: ClassVar[str]
+    kind: str
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class Optimizer(Weights):
     def from_record(cls, strategy: Strategy, record: OptimizerRecord) -> Self:
         """The handle of an optimizer that the server already has."""
         self = cls.__new__(cls)
-        self.name = cls.kind
+        self.name = self.kind = record.kind
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
@@ -191,13 +190,7 @@ class Optimizer(Weights):
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
-        self._refuse_in_replica("learning_rate")
-        before, self._rate = self._rate, value if callable(value) else None
-        try:
-            self._set({"learning_rate": self._rate_at(self._count()) if callable(value) else value})
-        except BaseException:  # Ctrl-C, too: a number that the server does not have is not kept
-            self._rate = before
-            raise
+        self.assign({"learning_rate": value})
 
     @property
     def lr(self) -> Any:
@@ -269,7 +262,7 @@ class Optimizer(Weights):
             ...     adagrad.get_slot(w, "accumulator").numpy().tolist()
             [0.5, 0.5]
         """
-        strategy = self._own(var).strategy
+        strategy = checked_variable(self, var).strategy
         if strategy is None:
             raise ContextError(f"variable {var.name} belongs to no strategy yet, so it has no slots")
         self.adopt(strategy)
@@ -302,7 +295,7 @@ class Optimizer(Weights):
             0.5
         """
         current = self._current()
-        config: dict[str, Any] = {"name": self.name} | {key: self._plain(key, current[key]) for key in current}
+        config: dict[str, Any] = {"name": self.name} | {key: as_given(self.kind, key, current[key]) for key in current}
         rate = self.learning_rate
         if isinstance(rate, Schedule):
             config["learning_rate"] = {"class_name": type(rate).__name__, "config": rate.get_config()}
@@ -326,9 +319,7 @@ class Optimizer(Weights):
             >>> cs.optimizers.SGD.from_config({"learning_rate": 0.5}).learning_rate
             0.5
         """
-        rate = config.get("learning_rate")
-        made = {"learning_rate": schedule_from_config(rate)} if isinstance(rate, Mapping) else {}
-        return cls(**{**config, **made})
+        return cls(**arguments_in(config))
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{key}={value:g}" for key, value in self._hyperparameters.items())
@@ -339,6 +330,37 @@ class Optimizer(Weights):
     global_clipnorm = hyperparameter("global_clipnorm")
     decay = hyperparameter("decay")
     lazy = hyperparameter("lazy")
+
+    def assign(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Set several hyperparameters at once, with one message to the server. In the script only.
+
+        Args:
+            hyperparameters: New values by name. The learning rate may be anything that :attr:`learning_rate` takes.
+
+        Raises:
+            InvalidArgumentError: The optimizer has no such hyperparameter, a value is out of its range, or the
+                hyperparameter was fixed when the optimizer was made (a ValueError). Then nothing has changed.
+            ContextError: Called in a replica (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> adam = cs.optimizers.Adam()
+            >>> adam.assign({"learning_rate": 0.01, "beta_1": 0.8})
+            >>> adam.beta_1
+            0.8
+        """
+        self._refuse_in_replica(", ".join(hyperparameters))
+        if "learning_rate" not in hyperparameters:
+            self._set(hyperparameters)
+            return
+        rate = hyperparameters["learning_rate"]
+        before, self._rate = self._rate, rate if callable(rate) else None
+        try:
+            now = self._rate_at(self._count()) if callable(rate) else rate
+            self._set({**hyperparameters, "learning_rate": now})
+        except BaseException:  # Ctrl-C, too: a number that the server does not have is not kept
+            self._rate = before
+            raise
 
     # --- updates ----------------------------------------------------------------------------------------------
 
@@ -383,74 +405,9 @@ class Optimizer(Weights):
             raise NotImplementedError(
                 "experimental_aggregate_gradients=False is not supported: gradients are always summed"
             )
-        backend = current_replica(self._strategy)
-        if backend is None:
-            raise ContextError(self._why_not_here())
-        gradients, variables = self._unzipped(grads_and_vars)
-        if variables and not self._applied_in_place(backend, gradients, variables):
-            self._apply(backend, list(zip(gradients, variables, strict=True)))
+        apply_gradients([(self, grads_and_vars)])
 
     # --- how it is done ---------------------------------------------------------------------------------------
-
-    def _apply(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> None:
-        """Note a step, wherever the gradients lie. Called by :meth:`apply_gradients`, which the user called."""
-        pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
-        if not pairs:
-            raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
-        numbers = [self._checked(variable) for _, variable in pairs]
-        constrain = constraints_after(pairs)
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
-        missing = [self._own(variable).name for gradient, variable in given if gradient is None]
-        if missing:
-            warn(f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning)
-        dense, sparse = [], []
-        for gradient, variable in pairs:
-            if isinstance(gradient, IndexedSlices):
-                sparse.append((*fitting_rows(gradient, variable), variable.number))
-            else:
-                dense.append((fitting(gradient, variable), variable.number))
-        backend.apply(self._number, dense, sparse, call_site())
-        context = get_replica_context()
-        if constrain is not None and context is not None:
-            context.merge_call(constrain)
-
-    def _why_not_here(self) -> str:
-        """The reason why this is not in a replica of the optimizer's strategy."""
-        if not has_strategy():
-            return (
-                "the default strategy has no server to apply the update rule: call apply_gradients "
-                "inside a replica function of a CentralStorageStrategy (strategy.run)"
-            )
-        if get_replica_context() is None:
-            return "apply_gradients must be called inside a replica function (strategy.run)"
-        return f"optimizer {self.name} belongs to another strategy"
-
-    def _unzipped(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any], list[Variable]]:
-        """The gradients and the variables. No pair is kept: ten thousand would set the garbage collector off."""
-        gradients, variables = [], []
-        for pair in grads_and_vars:
-            try:
-                gradient, variable = pair
-            except (TypeError, ValueError):
-                raise InvalidArgumentError(
-                    f"{self.name}.apply_gradients takes pairs, as in [(gradient, variable)] or zip(gradients, "
-                    "variables)"
-                ) from None
-            gradients.append(gradient)
-            variables.append(variable)
-        return gradients, variables
-
-    def _applied_in_place(
-        self, backend: ReplicaBackend, gradients: Sequence[Any], variables: Sequence[Variable]
-    ) -> bool:
-        """Apply the gradients if they are exactly the buffers that ``gradient_buffers`` returned for these variables:
-        then nothing has to be checked one by one. Return whether they were."""
-        assert self._strategy is not None
-        found = self._strategy.variable_sets.find(variables)
-        if found is None or not found.is_free:
-            return False
-        return backend.apply_buffers(self._number, gradients, found.numbers, call_site())
 
     def evaluate_schedule(self) -> None:
         """Before a run: evaluate a learning rate that is the user's callable at the present step."""
@@ -480,19 +437,6 @@ class Optimizer(Weights):
     def _schedule_record(self) -> Any:
         return self._rate.record() if isinstance(self._rate, Schedule) else None
 
-    def _own(self, variable: object) -> Variable:
-        if not isinstance(variable, Variable):
-            raise InvalidArgumentError(
-                f"{self.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)"
-            )
-        return variable
-
-    def _checked(self, variable: object) -> int:
-        owned = self._own(variable)
-        if owned.strategy is not self._strategy:
-            raise ContextError(f"variable {owned.name} belongs to another strategy than optimizer {self.name}")
-        return owned.number
-
     @property
     def _controller(self) -> ControllerBackend:
         assert self._strategy is not None
@@ -506,9 +450,6 @@ class Optimizer(Weights):
     def _current(self) -> dict[str, float]:
         return self._hyperparameters if self._strategy is None else dict(self._record().hyperparameters)
 
-    def _plain(self, key: str, value: float) -> float | bool:
-        return bool(value) if is_flag(self.kind, key) else value
-
     def number_of(self, key: str) -> int | float:
         """The present value of ``iterations`` or of a hyperparameter."""
         return self._count() if key == "iterations" else self._current().get(key, 0.0)
@@ -519,7 +460,7 @@ class Optimizer(Weights):
     def _get(self, key: str) -> Any:
         if is_flag(self.kind, key) or key in CLIPS:
             value = self._current().get(key)
-            return None if value is None else self._plain(key, value)
+            return None if value is None else as_given(self.kind, key, value)
         return LiveNumber(self, key)
 
     def _set(self, changes: Mapping[str, Any]) -> None:
@@ -537,6 +478,13 @@ class Optimizer(Weights):
             raise ContextError(f"{what} can be set only in the script, between runs, not in a replica")
 
 
+def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that ``get_config`` has returned."""
+    rate = config.get("learning_rate")
+    made = {"learning_rate": schedule_from_config(rate)} if isinstance(rate, Mapping) else {}
+    return {**config, **made}
+
+
 def _takes_nothing(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind()
@@ -545,4 +493,4 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
-__all__ = ["LearningRate", "Optimizer", "Shared", "hyperparameter"]
+__all__ = ["LearningRate", "Optimizer", "Shared", "arguments_in", "hyperparameter"]

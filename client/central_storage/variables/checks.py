@@ -7,26 +7,43 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.core.values import DistributedValues, VariableAggregation, convert_to_tensor
+from central_storage.core.values import (
+    DistributedValues,
+    VariableAggregation,
+    VariableSynchronization,
+    convert_to_tensor,
+)
 from central_storage.diagnostics.callers import warn
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import VariableSpec
 
-__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "say_foreign", "warn_on_read"]
+__all__ = [
+    "check_aggregation",
+    "check_fits",
+    "check_options",
+    "check_sparse",
+    "dense_refused",
+    "initial_array",
+    "row_numbers",
+    "say_foreign",
+    "warn_on_read",
+]
 
 _log = logging.getLogger("central_storage.variables")
 
 
-def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
-    """The value that a variable begins with. Raises InvalidArgumentError, or TypeError for a ``dtype`` that cannot
-    hold it."""
+def initial_array(initial_value: Any, dtype: Any, shape: tuple[int, ...] | None) -> np.ndarray:
+    """The value that a variable begins with; ``shape`` is what it must have, or None. Raises InvalidArgumentError, or
+    TypeError for a ``dtype`` that cannot hold it."""
     value = initial_value() if callable(initial_value) else initial_value
     if isinstance(value, DistributedValues):
         raise InvalidArgumentError("the initial value of a variable must be one value, not one per replica")
     array = convert_to_tensor(value, dtype)
     if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
         raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
+    if shape is not None and tuple(shape) != array.shape:
+        raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has shape {array.shape}")
     return array
 
 
@@ -42,6 +59,51 @@ def check_aggregation(spec: VariableSpec, op: str, value: Any) -> None:
             f"{spec.name}.{op} of a {type(value).__name__} in a replica: its aggregation is SUM, which adds up "
             "arrays; wrap it with numpy.asarray"
         )
+
+
+def check_options(
+    name: object, trainable: bool | None, aggregation: object, synchronization: object, constraint: object
+) -> None:
+    """Raise TypeError, or InvalidArgumentError for a synchronization, where one of them is of another type or excludes
+    another."""
+    if not isinstance(aggregation, VariableAggregation):
+        raise TypeError(
+            f"aggregation must be a VariableAggregation such as cs.VariableAggregation.SUM, not {aggregation!r}"
+        )
+    if not isinstance(synchronization, VariableSynchronization):
+        raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+    if trainable and synchronization is VariableSynchronization.ON_READ:
+        raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
+    if constraint is not None and not callable(constraint):
+        raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {name!r:.100}")
+
+
+def check_sparse(name: str, value: np.ndarray, trainable: bool, constraint: object) -> None:
+    """Raise InvalidArgumentError where such a variable cannot be trained by gradients of its rows."""
+    if not trainable:
+        raise InvalidArgumentError(
+            f"variable {name}: sparse=True is for a table that is trained; leave out sparse=True or trainable=False"
+        )
+    if not value.ndim or value.dtype.kind not in "fc":
+        raise InvalidArgumentError(
+            f"variable {name}: sparse=True is for a table of rows with a floating-point or complex dtype, but the "
+            f"value is {value.dtype}{list(value.shape)}; leave out sparse=True"
+        )
+    if constraint is not None:
+        raise InvalidArgumentError(
+            f"variable {name}: a constraint needs dense gradients, and with sparse=True there are none; leave out one "
+            "of the two"
+        )
+
+
+def dense_refused(name: str) -> InvalidArgumentError:
+    """The error that refuses a dense gradient of the sparse variable called ``name``."""
+    return InvalidArgumentError(
+        f"variable {name} was made with sparse=True, so it has no gradient buffers: pass the gradient of its rows as "
+        "cs.IndexedSlices(values, rows), or make the variable without sparse=True"
+    )
 
 
 def check_fits(spec: VariableSpec, dtype: np.dtype[Any], op: str, array: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from central_storage.core.context import current_replica
 from cs_proto.errors import ContextError
 
+from .checks import dense_refused
 from .variable import Variable
 
 __all__ = ["gradient_buffers"]
@@ -30,6 +31,7 @@ def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
 
     Raises:
         ContextError: Called outside a replica, or with variables of different strategies (a RuntimeError).
+        InvalidArgumentError: A variable is ``sparse`` and has none (a ValueError).
 
     Examples:
         >>> import numpy as np
@@ -58,5 +60,8 @@ def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
         foreign = [v.name for v in variables if v.strategy is not strategy]
         if foreign:
             raise ContextError(f"the variables {', '.join(foreign)} belong to another strategy")
+        for variable in variables:
+            if variable.sparse:
+                raise dense_refused(variable.name)
         found = strategy.variable_sets.add(variables)
     return replica.gradient_buffers(found.numbers)

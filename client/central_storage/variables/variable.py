@@ -35,7 +35,16 @@ from cs_proto.scatter import write
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
 from .array_protocols import ArrayProtocols
-from .checks import check_aggregation, check_fits, initial_array, row_numbers, say_foreign, warn_on_read
+from .checks import (
+    check_aggregation,
+    check_fits,
+    check_options,
+    check_sparse,
+    initial_array,
+    row_numbers,
+    say_foreign,
+    warn_on_read,
+)
 
 if TYPE_CHECKING:
     from central_storage.core.backends import ControllerBackend, Strategy
@@ -89,10 +98,12 @@ class Variable(Handle, ArrayProtocols):
         aggregation: How assignments by several replicas become one; None is NONE.
         constraint: A function of the value, an array, that returns a value of its shape and dtype. Every
             ``apply_gradients`` applies it after its update.
+        sparse: Whether it is a trained table that gets gradients of rows only (:class:`IndexedSlices`). It has no
+            gradient buffers. Its slots, and a value of zeros, take memory only where rows are updated.
 
     Raises:
         InvalidArgumentError: The value does not fit, ``synchronization`` is not one, or it is ON_READ with
-            ``trainable`` (a ValueError).
+            ``trainable``, or ``sparse`` with a constraint, without training or for what has no rows (a ValueError).
         TypeError: The name, aggregation or constraint is not one, or ``dtype`` cannot hold the value.
         MemoryPlanError: The memory does not suffice.
 
@@ -119,30 +130,19 @@ class Variable(Handle, ArrayProtocols):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
         constraint: Callable[[np.ndarray], np.ndarray] | None = None,
+        *,
+        sparse: bool = False,
     ) -> None:
         if aggregation is None:
             aggregation = VariableAggregation.NONE
-        if not isinstance(aggregation, VariableAggregation):
-            raise TypeError(
-                f"aggregation must be a VariableAggregation such as cs.VariableAggregation.SUM, not {aggregation!r}"
-            )
-        if not isinstance(synchronization, VariableSynchronization):
-            raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
-        if trainable and synchronization is VariableSynchronization.ON_READ:
-            raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
+        check_options(name, trainable, aggregation, synchronization, constraint)
         if synchronization is VariableSynchronization.ON_READ and has_strategy():
             warn_on_read(get_strategy().num_replicas_in_sync, aggregation)
         if trainable is None:
             trainable = synchronization is not VariableSynchronization.ON_READ
-        if constraint is not None and not callable(constraint):
-            raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name must be a str, not {name!r:.100}")
-        value = initial_array(initial_value, dtype)
-        if shape is not None and tuple(shape) != value.shape:
-            raise InvalidArgumentError(
-                f"shape {tuple(shape)} was asked for, but the initial value has shape {value.shape}"
-            )
+        value = initial_array(initial_value, dtype, shape)
+        if sparse:
+            check_sparse(name or "Variable", value, trainable, constraint)
         spec = VariableSpec(
             name or "Variable",
             dtype_name(value.dtype),
@@ -151,6 +151,7 @@ class Variable(Handle, ArrayProtocols):
             aggregation.value,
             synchronization.value,
             not has_strategy(),
+            bool(sparse),
         )
         self._make(get_strategy() if has_strategy() else None, spec, value, constraint)
 
@@ -278,6 +279,11 @@ class Variable(Handle, ArrayProtocols):
     def trainable(self) -> bool:
         """As given at creation."""
         return self._spec.trainable
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its gradients are always IndexedSlices, so that it has no gradient buffers."""
+        return self._spec.sparse
 
     @property
     def aggregation(self) -> VariableAggregation:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from cs_proto.descriptors import Array
-from cs_proto.records import Count, Range, Record, record
+from cs_proto.records import Count, NotNegative, Range, Record, record, shown
 
 from .shared import AssignOp, Number, ReduceOpName, Value, VariableSpec, WriteOp
 
@@ -24,6 +24,28 @@ class SparseGradient(Record):
             self.refuse("every row of values needs one int64 index")
 
 
+@record(58)
+class OptimizerUpdate(Record):
+    """The part of one optimizer in an apply: the set of variables that it updates.
+
+    The set is named by its number ``variable_set``, or by its ``variables`` if that number is not known (0). The
+    gradients of ``sparse`` (ascending by variable) name rows.
+    """
+
+    optimizer: Number
+    variable_set: Count
+    variables: tuple[Number, ...]
+    sparse: tuple[SparseGradient, ...] = ()
+
+    def check(self) -> None:
+        if self.sparse:
+            numbers = [gradient.variable for gradient in self.sparse]
+            if any(later <= earlier for earlier, later in pairwise(numbers)):
+                self.refuse("sparse gradients must ascend by variable number")
+        if (self.variable_set == 0) == (not self.variables):
+            self.refuse("give either variables or the number of their set")
+
+
 class _Point(Record):
     """Base of merge points. ``k`` counts a replica's merge points in a run from 0; ``site`` is file:line."""
 
@@ -37,32 +59,40 @@ class _Point(Record):
 
 @record(50)
 class ApplyPoint(_Point):
-    """Gradients of a variable set, for an optimizer.
+    """Gradients for one or more optimizers, which take one step each in one commit.
 
     The gradients lie in the gradient buffers ``buffers``, at the variables' offsets: 0 or 1 in segments, 2 or 3 on the
-    GPU of the variables, for those that have a place there. Only those of ``sparse`` (ascending by variable) lie
-    elsewhere.
+    GPU of the variables, for those that have a place there. Only the sparse ones lie elsewhere.
 
-    The first apply of an (optimizer, variable set) is *checked*: ``variable_set`` is 0, ``variables`` lists the set,
-    and the replica waits. The answer is the number of the set, and later applies carry only that.
+    The server multiplies all gradients of this replica by ``weight`` before it adds up those of the replicas. A weight
+    of 0 leaves the gradients out. ``global_clipnorm`` bounds the norm of the sums of all ``updates`` together: the
+    server multiplies them by ``min(1, global_clipnorm / (norm + clip_epsilon))``. The replicas agree on both, but not
+    on the weight.
+
+    A point with a set of variables that has no number yet is *checked*: the replica waits. The answer has the numbers
+    of the sets, and later applies carry only these.
     """
 
     k: Count
     site: str
-    optimizer: Number
-    variable_set: Count
-    variables: tuple[Number, ...]
+    updates: tuple[OptimizerUpdate, ...]
     buffers: Annotated[int, Range(0, 3)]
-    sparse: tuple[SparseGradient, ...] = ()
+    weight: NotNegative = 1.0
+    global_clipnorm: NotNegative | None = None
+    clip_epsilon: NotNegative = 0.0
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether the replica waits for the numbers of the sets of variables."""
+        return any(not update.variable_set for update in self.updates)
 
     def check(self) -> None:
         super().check()
-        if self.sparse:
-            numbers = [gradient.variable for gradient in self.sparse]
-            if any(later <= earlier for earlier, later in pairwise(numbers)):
-                self.refuse("sparse gradients must ascend by variable number")
-        if (self.variable_set == 0) == (not self.variables):
-            self.refuse("give either variables or the number of their set")
+        optimizers = [update.optimizer for update in self.updates]
+        if not optimizers or len(set(optimizers)) < len(optimizers):
+            self.refuse(f"name at least one optimizer, and each once, not {shown(tuple(optimizers))}")
+        if self.clip_epsilon and self.global_clipnorm is None:
+            self.refuse("clip_epsilon belongs to a global_clipnorm")
 
 
 @record(51)

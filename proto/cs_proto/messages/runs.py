@@ -182,11 +182,12 @@ class Merged(OfRun):
 
 @record(83)
 class Accepted(OfRun):
-    """Answer to a checked ApplyPoint (``variable_set``: its number) or AssignPoint (0): compared and recorded."""
+    """Answer to a checked ApplyPoint or AssignPoint: compared and recorded. ``variable_sets`` are the numbers of the
+    sets of the ApplyPoint's updates; there are none for an AssignPoint."""
 
     run: RunId
     k: Count
-    variable_set: Count
+    variable_sets: tuple[Number, ...] = ()
 
 
 @record(84)

@@ -84,8 +84,9 @@ class Error(Record):
 
 @record(5)
 class VariableSpec(Record):
-    """The requested properties of a variable. If ``name`` is taken, the server makes it unique. An ``ordinary``
-    variable was made outside every scope: replicas write to it by WriteNotes, whatever its aggregation says."""
+    """The requested properties of a variable. The server makes ``name`` unique. Replicas write to an ``ordinary``
+    variable, made outside every scope, by WriteNotes, whatever its aggregation. A ``sparse`` one has no gradient
+    buffers."""
 
     name: str
     dtype: str
@@ -94,6 +95,7 @@ class VariableSpec(Record):
     aggregation: Annotated[int, Range(0, 3)]
     synchronization: Annotated[int, Range(0, 3)]
     ordinary: bool = False
+    sparse: bool = False
 
     def check(self) -> None:
         if _NAME.fullmatch(self.name) is None:
@@ -102,6 +104,8 @@ class VariableSpec(Record):
             self.refuse(f"a variable cannot have dtype {shown(self.dtype)}")
         if fault := shape_fault(self.dtype, self.shape):
             self.refuse(fault)
+        if self.sparse and not (self.trainable and self.shape and self.dtype.startswith(("float", "complex"))):
+            self.refuse("a sparse variable is trainable, has an axis of rows, and a dtype that has gradients")
 
 
 @record(6)

@@ -4,7 +4,9 @@ Every segment is made by the supervisor on the server's request and handed out a
 outlive any other process. Its file is as long as its *reservation*, and only what is touched takes memory. It may
 become longer and never shorter, so a mapping made once stays valid for ever; a process that needs more maps the
 segment again. A reader's descriptor is open read-only: the kernel keeps a worker from writing parameters by mistake.
-Code that tries to write them on purpose can, since it runs as the same user.
+Code that tries to write them on purpose can, since it runs as the same user. A worker maps what user's code reads so
+that a write by native code gives the process a copy of the page, at the same address: nothing else happens, and the
+worker can give the copy back.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -24,7 +27,9 @@ from cs_proto.errors import LocalProtocolError, MemoryPlanError
 from cs_proto.ranges import merged
 from cs_proto.sizes import in_units
 
-__all__ = ["Mapping", "address_of", "read_only_at"]
+from .pagemap import Pagemap
+
+__all__ = ["Mapping", "address_of", "pages_of", "read_only_at"]
 
 # Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
 _MADV_POPULATE_WRITE = 23
@@ -41,13 +46,16 @@ _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-# Name, address and length (bytes) of each read-only mapping of this process, as long as something views it.
+# Whether the kernel grants a process more private memory than the machine has: 2 means never.
+_OVERCOMMIT = "/proc/sys/vm/overcommit_memory"
+
+# Name, address and length (bytes) of each mapping that this process may only read, as long as something views it.
 _read_only: weakref.WeakKeyDictionary[mmap.mmap, tuple[str, int, int]] = weakref.WeakKeyDictionary()
 
 
 def read_only_at(address: int) -> tuple[str, int] | None:
-    """The name of the segment that is mapped read-only at ``address``, and the offset there in bytes; None if there is
-    no such segment."""
+    """The name of the segment at ``address`` that this process may only read, and the offset there in bytes; None if
+    there is no such segment."""
     for name, start, nbytes in list(_read_only.values()):
         if start <= address < start + nbytes:
             return name, address - start
@@ -62,24 +70,38 @@ def address_of(array: np.ndarray) -> int:
 class Mapping:
     """A segment mapped into this process. Closing does not wait: views keep the pages until they are dropped."""
 
-    def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool, may_preserve: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        descriptor: int,
+        nbytes: int,
+        *,
+        writable: bool,
+        may_preserve: bool = False,
+        copies_on_write: bool = False,
+    ) -> None:
         """Map ``nbytes`` of the open file ``descriptor``, which this object owns from now on.
 
-        With ``may_preserve`` bytes can be preserved. That is not for a writable mapping, nor for memory that a device
-        reads, because its driver would copy every page that it locks. Raises OSError, ValueError or OverflowError if
-        the file cannot be mapped.
+        With ``may_preserve`` bytes can be preserved. With ``copies_on_write``, too, native code may write to the
+        mapping: each page that it writes becomes a copy of this process. NumPy refuses all the same. Where the machine
+        grants no memory beyond what it has, the pages stay unwritable. Both are not for a writable mapping, nor for
+        memory that a device reads, because its driver would copy every page that it locks. Raises OSError, ValueError
+        or OverflowError if the file cannot be mapped.
         """
         self.name = name
         self.nbytes = nbytes
         self.writable = writable
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        #: Whether native code gets a copy of a page that it writes.
+        self.copies_on_write = copies_on_write and _is_granted()
         try:
-            kind = mmap.MAP_PRIVATE if may_preserve else mmap.MAP_SHARED
-            self._map, self._first = _mapped(descriptor, nbytes, protection, kind)
+            self._map, self._first = self._made(descriptor, may_preserve)
         except (OSError, ValueError, OverflowError):
             os.close(descriptor)
             raise
-        self.memory = memoryview(self._map)[self._first : self._first + nbytes]
+        # The pages that native code cannot write, as ranges.
+        self._unwritable = [] if writable or self.copies_on_write else pages_of([(0, nbytes)])
+        memory = memoryview(self._map)[self._first : self._first + nbytes]
+        self.memory = memory if writable else memory.toreadonly()
         self._address: int = address_of(np.frombuffer(self.memory, np.uint8))
         self._descriptor = descriptor
         status = os.fstatvfs(descriptor)
@@ -92,6 +114,16 @@ class Mapping:
         else:
             os.close(descriptor)
             _read_only[self._map] = name, self._address, nbytes
+
+    def _made(self, descriptor: int, may_preserve: bool) -> tuple[mmap.mmap, int]:
+        if self.copies_on_write:
+            try:
+                kind = mmap.MAP_PRIVATE | _MAP_NORESERVE
+                return _mapped(descriptor, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind)
+            except OSError:
+                self.copies_on_write = False
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+        return _mapped(descriptor, self.nbytes, protection, mmap.MAP_PRIVATE if may_preserve else mmap.MAP_SHARED)
 
     @property
     def free_nbytes(self) -> int | None:
@@ -191,26 +223,59 @@ class Mapping:
 
         Raises :class:`MemoryPlanError` if the kernel has no memory for that; then nothing has changed.
         """
-        pages = _pages(ranges)
+        pages = pages_of(ranges)
         try:
             for start, stop in pages:
-                self._protect(start, stop, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._set_rights(start, stop, mmap.PROT_READ | mmap.PROT_WRITE)
                 self._touch(start, stop)
-                self._protect(start, stop, mmap.PROT_READ)
+                self._take_rights(start, stop)
         except MemoryPlanError:
             for start, stop in pages:
                 self._advise(mmap.MADV_DONTNEED, start, stop)
-                _mprotect(self._address + start, stop - start, mmap.PROT_READ)
+                with suppress(MemoryPlanError):
+                    self._take_rights(start, stop)
             raise
 
     def preserved_nbytes(self, ranges: Sequence[tuple[int, int]]) -> int:
         """The bytes of memory that :meth:`preserve` takes for these ranges (start, stop)."""
-        return sum(stop - start for start, stop in _pages(ranges))
+        return sum(stop - start for start, stop in pages_of(ranges))
 
-    def _protect(self, start: int, stop: int, protection: int) -> None:
+    def own_pages(self, pagemap: Pagemap, pages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The pages, of ``pages`` (ranges of whole pages in bytes, ascending), that are copies of this process, because
+        it has written or preserved them. Raises OSError if the kernel does not say."""
+        address = self._address
+        return [
+            (first - address, last - address)
+            for start, stop in pages
+            for first, last in pagemap.own_pages(address + start, address + stop)
+        ]
+
+    def restore(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Give back what this process has written to the pages of these bytes (start, stop): they show the segment
+        again. What was preserved in these pages is lost, too."""
+        for start, stop in pages_of(ranges):
+            self._advise(mmap.MADV_DONTNEED, start, stop)
+
+    def protect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Make the pages of these bytes (start, stop) unwritable for good: a write ends this process by SIGSEGV.
+
+        Raises :class:`MemoryPlanError` if the kernel has no memory for its records of that.
+        """
+        self._unwritable = merged([*self._unwritable, *pages_of(ranges)])
+        for start, stop in pages_of(ranges):
+            self._set_rights(start, stop, mmap.PROT_READ)
+
+    def _take_rights(self, start: int, stop: int) -> None:
+        """Make the pages of a range unwritable that are to be so."""
+        for first, last in self._unwritable:
+            if max(start, first) < min(stop, last):
+                self._set_rights(max(start, first), min(stop, last), mmap.PROT_READ)
+
+    def _set_rights(self, start: int, stop: int, protection: int) -> None:
         if _mprotect(self._address + start, stop - start, protection):
+            rights = "preserved" if protection & mmap.PROT_WRITE else "protected"
             raise MemoryPlanError(
-                f"bytes {start} to {stop} of segment {self.name} could not be preserved: "
+                f"bytes {start} to {stop} of segment {self.name} could not be {rights}: "
                 f"{os.strerror(ctypes.get_errno())}"
             )
 
@@ -234,7 +299,17 @@ class Mapping:
         self._map.madvise(advice, self._first + first, last - first)
 
 
-def _pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _is_granted() -> bool:
+    """Whether a private mapping may be larger than the memory of the machine and of this process."""
+    try:
+        with open(_OVERCOMMIT) as setting:
+            overcommits = setting.read().strip() != "2"
+    except OSError:
+        return False
+    return overcommits and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+
+
+def pages_of(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The pages of these bytes (start, stop), as ranges in ascending order."""
     page = mmap.PAGESIZE
     return merged((start - start % page, -(-stop // page) * page) for start, stop in ranges)

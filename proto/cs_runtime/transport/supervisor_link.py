@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from cs_proto import segment_names
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
@@ -107,7 +108,8 @@ class SupervisorLink:
         self.carry: Carry = _no_way
         #: Why the bytes of segments travel in frames; empty while they are mapped.
         self.carried_because = ""
-        #: Whether read-only segments are mapped in a way that lets :meth:`Mapping.preserve` keep their bytes.
+        #: Whether read-only segments are mapped in a way that lets :meth:`Mapping.preserve` keep their bytes, and gives
+        #: native code a copy of each page that it writes.
         self.may_preserve = False
         try:
             if choice is not None:
@@ -268,13 +270,15 @@ class SupervisorLink:
         elif self.carried_because:
             os.close(descriptors[0])
         else:
+            is_private = self.may_preserve and not segment.writable
             try:
                 return Mapping(
                     segment.segment,
                     descriptors[0],
                     segment.reservation,
                     writable=segment.writable,
-                    may_preserve=self.may_preserve and not segment.writable,
+                    may_preserve=is_private,
+                    copies_on_write=is_private and segment.segment != segment_names.versions(),
                 )
             except OSError as error:
                 self.carried_because = f"the service's memory cannot be mapped here ({error.strerror})"

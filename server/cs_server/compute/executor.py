@@ -14,8 +14,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,12 +25,12 @@ from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
-from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Write
-from cs_server.rules import RULES, Rule
+from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
+from cs_server.rules import RULES, Rule, scaled
 
-from .clipping import Clipping, square_of
-from .kernels import apply_dense, bound
-from .sparse import Merged, Table, merge, write_rows
+from .clipping import UNBOUNDED, Clipping, factors_together, square_of
+from .kernels import BoundRanges, apply_dense
+from .sparse import Merged, Table, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, Lane, Undo
 
 __all__ = ["Executor", "Memory", "fill"]
@@ -40,7 +39,7 @@ __all__ = ["Executor", "Memory", "fill"]
 _ELEMENTS_PER_THREAD = 1 << 17
 # Ranges are cut between cache lines, whatever the dtype.
 _ELEMENTS_PER_CUT = 64
-# The number of cached plans. A variable set has one for each dtype and set of gradient buffers.
+# The number of cached plans. The variable sets of an apply have one for each set of gradient buffers.
 _PLANS = 256
 # Gradients that are clipped are summed in pieces of this many elements, whose squares are added up in order.
 _PIECE = 1 << 16
@@ -75,8 +74,8 @@ class Executor:
         self._memory = memory
         self._place = place
         self._undo = Undo(undo, threads)
-        # By the part, the name of the rule, and the number of lanes.
-        self._plans: dict[tuple[Dense, str, int], _Plan] = {}
+        # By the rule and the parts of each step, and the number of lanes.
+        self._plans: dict[tuple[tuple[tuple[str, tuple[Dense, ...]], ...], int], _Plan] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
@@ -126,18 +125,39 @@ class Executor:
             self._pool.shutdown()
 
     def _apply(self, operation: Apply) -> None:
-        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
-        sparse = [self._gradients(rows) for rows in operation.sparse]
-        clipping = Clipping.of(given)
-        if clipping is None:
-            for part in operation.dense:
-                self._dense(rule, part, given, t)
-        else:
-            merged = [merge(each, *rows.shape) for each, rows in zip(sparse, operation.sparse, strict=True)]
-            self._clipped(rule, operation.dense, merged, given, t, clipping)
-            sparse = [[(gradient.sums, gradient.rows)] for gradient in merged]
-        for rows, gradients in zip(operation.sparse, sparse, strict=True):
-            self._table(rule, rows).apply(gradients, given, t, self._phase, self._undo.lanes)
+        steps = [self._step(update, operation) for update in operation.updates]
+        if operation.global_clipnorm is not None or any(step.is_changed for step in steps):
+            self._bound(steps, operation)
+        if plain := [step for step in steps if step.update.dense and not step.by_element]:
+            self._dense(plain, operation.weights)
+        if by_element := [step for step in steps if step.update.dense and step.by_element]:
+            self._clipped(by_element, operation.weights)
+        for step in steps:
+            for rows, gradients in zip(step.update.sparse, step.sparse, strict=True):
+                table = self._table(step.rule, rows)
+                table.apply(gradients, step.given, step.update.t, self._phase, self._undo.lanes)
+
+    def _step(self, update: Update, operation: Apply) -> _Step:
+        given = dict(update.hyperparameters)
+        sparse = [self._gradients(rows, operation.weights) for rows in update.sparse]
+        return _Step(update, RULES[update.rule], given, Clipping.of(given), sparse)
+
+    def _bound(self, steps: Sequence[_Step], operation: Apply) -> None:
+        """Find the factors of the gradients, and clip the sparse ones."""
+        clippings = [step.clipping or UNBOUNDED for step in steps]
+        squares = []
+        for step, clipping in zip(steps, clippings, strict=True):
+            step.merged = [merge(each, *rows.shape) for each, rows in zip(step.sparse, step.update.sparse, strict=True)]
+            for gradient in step.merged:
+                clipping.bound(gradient.sums)
+            is_needed = clipping.has_norm or operation.global_clipnorm is not None
+            squares.append(self._squares(step, clipping, operation.weights) if is_needed else step.no_squares)
+        own, common = factors_together(clippings, squares, operation.global_clipnorm, operation.clip_epsilon)
+        for step, factors in zip(steps, own, strict=True):
+            step.factors = [factor * common * step.update.factor for factor in factors]
+            for factor, gradient in zip(step.factors[step.ranges :], step.merged, strict=True):
+                scaled(gradient.sums, factor)
+            step.sparse = [[(gradient.sums, gradient.rows)] for gradient in step.merged]
 
     def _table(self, rule: Rule, rows: Rows) -> Table:
         rule = _rule_of(rows, rule)
@@ -153,60 +173,50 @@ class Executor:
             self._tables[key] = Table(rule, parameters, tuple(slots))
         return self._tables[key]
 
-    def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+    def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
+        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        return weighted(gradients, weights) if weights else gradients
 
-    def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
-        rule = _rule_of(part, rule)
-        key = (part, rule.name, self._undo.lanes)
+    def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
+        """Update the dense variables of several optimizers, whose gradients have one factor for each optimizer, in one
+        phase."""
+        key = (tuple([(step.rule.name, step.update.dense) for step in steps]), self._undo.lanes)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = _Plan(rule, self._arrays(part), _shares(part.ranges, self._undo.lanes))
+            parts = [(which, part) for which, step in enumerate(steps) for part in step.update.dense]
+            plan = self._plans[key] = _Plan(
+                [(which, _rule_of(part, steps[which].rule), part.ranges, self._arrays(part)) for which, part in parts],
+                self._undo.lanes,
+            )
 
         def apply(shares: Sequence[int], lane: Lane) -> None:
-            for share in shares:  # at most one, and the kernel goes through its pieces itself
-                plan.apply(share, lane, given, t)
+            for share in shares:  # at most one, and the kernels go through its pieces themselves
+                plan.apply(share, lane, steps, weights)
 
         self._phase(range(len(plan.shares)), apply)
 
-    def _clipped(
-        self,
-        rule: Rule,
-        parts: Sequence[Dense],
-        merged: Sequence[Merged],
-        given: Hyperparameters,
-        t: int,
-        clipping: Clipping,
-    ) -> None:
-        """Update with clipped gradients; sparse ones are clipped in place. Every range is one variable."""
-        pieces = [
-            (number, part, piece)
-            for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
-            for piece in _pieces(first, last, _PIECE)
-        ]
-        for gradient in merged:
-            clipping.bound(gradient.sums)
-        ranges = sum(len(part.ranges) for part in parts)
-        factors = clipping.factors(self._squares(pieces, ranges, merged, clipping))
-        for factor, gradient in zip(factors[ranges:], merged, strict=True):
-            _scale(gradient.sums, factor)
+    def _clipped(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
+        """Update dense variables whose gradients are clipped by element, or each by a factor of its own. Every range is
+        one variable."""
 
-        def update(mine: Sequence[tuple[int, Dense, slice]], lane: Lane) -> None:
-            for number, part, piece in lane.rest(mine):
+        def update(mine: Sequence[tuple[_Step, float, Dense, slice]], lane: Lane) -> None:
+            for step, factor, part, piece in lane.rest(mine):
                 parameters, slots, gradients = self._arrays(part)
-                total = clipping.total(gradients, piece)
-                _scale(total, factors[number])
+                total = (step.clipping or UNBOUNDED).total(gradients, piece, weights)
+                scaled(total, factor)
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
-                own = _rule_of(part, rule)
-                apply_dense(own, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
+                own, slots = _rule_of(part, step.rule), tuple(slot[piece] for slot in slots)
+                apply_dense(own, whole, parameters[piece], slots, (total,), step.given, step.update.t)
 
         self._phase(
             [
-                (number, part, smaller)
-                for number, part, piece in pieces
+                (step, factor, part, smaller)
+                for step in steps
+                for factor, (part, (first, last)) in zip(step.factors[: step.ranges], step.by_range, strict=True)
+                for piece in _pieces(first, last, _PIECE)
                 for smaller in _pieces(
                     piece.start, piece.stop, min(_PIECE, KEPT_NBYTES // np.dtype(part.dtype).itemsize)
                 )
@@ -214,27 +224,25 @@ class Executor:
             update,
         )
 
-    def _squares(
-        self, pieces: Sequence[tuple[int, Dense, slice]], ranges: int, merged: Sequence[Merged], clipping: Clipping
-    ) -> list[float]:
-        """The squared norms of the gradients of this many ranges, then of the sparse gradients; zeros if no norm is
-        bounded."""
-        squares = [0.0] * (ranges + len(merged))
-        if not clipping.has_norm:
-            return squares
-        found = [0.0] * len(pieces)
+    def _squares(self, step: _Step, clipping: Clipping, weights: tuple[float, ...]) -> list[float]:
+        """The squared norms of the gradients of each range, then of the sparse gradients."""
+        pieces = [
+            (number, part, piece)
+            for number, (part, (first, last)) in enumerate(step.by_range)
+            for piece in _pieces(first, last, _PIECE)
+        ]
+        squares, found = [0.0] * step.ranges, [0.0] * len(pieces)
         lanes = self._undo.lanes
 
         def share(lane: int) -> None:
             for which in range(lane, len(pieces), lanes):
                 _, part, piece = pieces[which]
-                found[which] = square_of(clipping.total(self._arrays(part)[2], piece))
+                found[which] = square_of(clipping.total(self._arrays(part)[2], piece, weights))
 
         self._spread(min(lanes, len(pieces)), share)
         for (number, _, _), square in zip(pieces, found, strict=True):
             squares[number] += square
-        squares[ranges:] = [square_of(gradient.sums) for gradient in merged]
-        return squares
+        return squares + [square_of(gradient.sums) for gradient in step.merged]
 
     def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
@@ -304,21 +312,85 @@ class Executor:
         self._phase(list(_pieces(0, len(target), KEPT_NBYTES // target.itemsize)), add)
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """The constant data of updates of the same part: its place, the shares, and the kernel of each share."""
+@dataclass(eq=False)
+class _Step:
+    """The step of one optimizer: what it is made of, and what clipping makes of its gradients."""
 
+    update: Update
     rule: Rule
-    arrays: tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
-    shares: tuple[np.ndarray, ...]
-    _updates: dict[int, Callable[[Hyperparameters, int], None]] = field(default_factory=dict)
+    given: Hyperparameters
+    clipping: Clipping | None
+    #: The sparse gradients of each table, as (values, indices) in replica order.
+    sparse: list[list[tuple[np.ndarray, np.ndarray]]]
+    merged: list[Merged] = field(default_factory=list)
+    #: Of each range, and then of each table. Empty: all are 1.
+    factors: list[float] = field(default_factory=list)
 
-    def apply(self, share: int, lane: Lane, given: Hyperparameters, t: int) -> None:
+    @property
+    def is_changed(self) -> bool:
+        """Whether something is to be done to the summed gradients of this optimizer alone."""
+        return self.clipping is not None or self.update.factor != 1
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the dense gradients are not just multiplied by one factor. Bounds of an optimizer hold for halves in
+        half precision, in which no kernel computes."""
+        is_half = any(part.dtype == "float16" for part in self.update.dense)
+        return self.clipping is not None and (self.clipping.by_element or is_half)
+
+    @property
+    def factor(self) -> float:
+        """The one factor of the dense gradients."""
+        return self.factors[0] if self.factors else self.update.factor
+
+    @property
+    def by_range(self) -> list[tuple[Dense, tuple[int, int]]]:
+        """The ranges of the dense gradients, each with its part of the update."""
+        return [(part, each) for part in self.update.dense for each in part.ranges]
+
+    @property
+    def ranges(self) -> int:
+        """The number of ranges of the dense gradients."""
+        return sum(len(part.ranges) for part in self.update.dense)
+
+    @property
+    def no_squares(self) -> list[float]:
+        """Squared norms that no bound asks for."""
+        return [0.0] * (self.ranges + len(self.merged))
+
+
+_Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
+
+
+class _Plan:
+    """The constant data of updates of the same parts: their places, the shares of the lanes, and the kernels of each
+    share."""
+
+    def __init__(self, parts: Sequence[tuple[int, Rule, tuple[tuple[int, int], ...], _Arrays]], lanes: int) -> None:
+        """``parts``: of each the number of its step, its rule, its ranges and its arrays."""
+        self._parts = parts
+        self.shares = _shares(tuple([ranges for _, _, ranges, _ in parts]), lanes)
+        self._kernels: dict[int, list[tuple[int, int, BoundRanges]]] = {}
+
+    def apply(self, share: int, lane: Lane, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
         """Update a share. The same lane always has the same share."""
-        update = self._updates.get(share)
-        if update is None:
-            update = self._updates[share] = bound(self.rule, self.shares[share], *self.arrays, lane)
-        update(given, t)
+        kernels = self._kernels.get(share)
+        if kernels is None:
+            kernels = self._kernels[share] = self._bound(share, lane)
+        for which, before, kernel in kernels:
+            step = steps[which]
+            scale = (*(weights or [1.0] * kernel.replicas), step.factor) if weights or step.factor != 1 else ()
+            kernel.apply(step.given, step.update.t, scale, before)
+
+    def _bound(self, share: int, lane: Lane) -> list[tuple[int, int, BoundRanges]]:
+        """The kernels of a share, each with the number of its step and the count of the pieces before it."""
+        kernels, before = [], 0
+        for part, ranges in self.shares[share]:
+            which, rule, _, arrays = self._parts[part]
+            kernel = BoundRanges(rule, ranges, *arrays, lane)
+            kernels.append((which, before, kernel))
+            before += kernel.pieces
+        return kernels
 
 
 def fill(memory: Memory, operation: Fill) -> None:
@@ -343,31 +415,27 @@ def _pieces(first: int, last: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, last)) for start in range(first, last, size))
 
 
-def _scale(gradient: np.ndarray, factor: float) -> None:
-    if factor != 1:
-        with np.errstate(all="ignore"):
-            gradient *= gradient.dtype.type(factor)
-
-
-@lru_cache(maxsize=256)
-def _shares(ranges: tuple[tuple[int, int], ...], threads: int) -> tuple[np.ndarray, ...]:
-    """``ranges`` cut into up to ``threads`` shares of about as many elements, each an int64 array of shape [n, 2].
-
-    The same variable set is updated in every step, so the result is cached.
-    """
-    total = sum(last - first for first, last in ranges)
+def _shares(
+    parts: Sequence[tuple[tuple[int, int], ...]], threads: int
+) -> tuple[tuple[tuple[int, np.ndarray], ...], ...]:
+    """The ranges of several parts cut into up to ``threads`` shares of about as many elements. A share names some parts
+    by their number, each with an int64 array of ranges of shape [n, 2]."""
+    total = sum(last - first for ranges in parts for first, last in ranges)
     count = max(1, min(threads, total // _ELEMENTS_PER_THREAD))
     size = -(-total // count)
-    shares: list[list[tuple[int, int]]] = [[]]
+    shares: list[dict[int, list[tuple[int, int]]]] = [{}]
     room = size
-    for first, last in ranges:
-        while last - first > room and len(shares) < count:
-            # A cut lies between cache lines, so no two threads ever write one; it may fall where the range begins.
-            cut = max(first, (first + room) // _ELEMENTS_PER_CUT * _ELEMENTS_PER_CUT)
-            if cut > first:
-                shares[-1].append((first, cut))
-            shares.append([])
-            first, room = cut, size
-        shares[-1].append((first, last))
-        room -= last - first
-    return tuple(np.array(share, np.int64).reshape(-1, 2) for share in shares)
+    for part, ranges in enumerate(parts):
+        for first, last in ranges:
+            while last - first > room and len(shares) < count:
+                # A cut lies between cache lines, so no two threads ever write one; it may fall where the range begins.
+                cut = max(first, (first + room) // _ELEMENTS_PER_CUT * _ELEMENTS_PER_CUT)
+                if cut > first:
+                    shares[-1].setdefault(part, []).append((first, cut))
+                shares.append({})
+                first, room = cut, size
+            shares[-1].setdefault(part, []).append((first, last))
+            room -= last - first
+    return tuple(
+        tuple((part, np.array(ranges, np.int64).reshape(-1, 2)) for part, ranges in share.items()) for share in shares
+    )

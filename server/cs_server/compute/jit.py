@@ -144,7 +144,7 @@ def _done(progress: Array) -> int:
 def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
     """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order.
 
-    The scratch comes filled with -0.0: adding that changes no number, not even the sign of a zero.
+    The first half of the scratch comes filled with -0.0: adding that changes no number, not even the sign of a zero.
     """
     last = addresses.shape[0] - 1
     final = numba.carray(_pointer(addresses[last], like), like.shape)[start:stop]
@@ -154,7 +154,7 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
     if last == 1:
         return first, final
     second = numba.carray(_pointer(addresses[1], like), like.shape)[start:stop]
-    total = scratch[: stop - start]
+    total = scratch[scratch.shape[0] // 2 :][: stop - start]
     for i in range(total.shape[0]):
         total[i] = first[i] + second[i]
     for replica in range(2, last):
@@ -162,6 +162,33 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
         for i in range(total.shape[0]):
             total[i] += further[i]
     return total, final
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _scaled(addresses: Array, like: Array, scale: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
+    """As `_addends`, where every gradient is multiplied by its weight and their sum by a factor: ``scale`` has the
+    weights in replica order and then the factor. A gradient whose weight is 0 is left out."""
+    total = scratch[scratch.shape[0] // 2 :][: stop - start]
+    is_first = True
+    for replica in range(addresses.shape[0]):
+        weight = scale[replica]
+        if weight == 0:
+            continue
+        gradient = numba.carray(_pointer(addresses[replica], like), like.shape)[start:stop]
+        if is_first:
+            for i in range(total.shape[0]):
+                total[i] = gradient[i] * weight
+        else:
+            for i in range(total.shape[0]):
+                total[i] += gradient[i] * weight
+        is_first = False
+    if is_first:
+        total[:] = 0
+    factor = scale[addresses.shape[0]]
+    if factor != 1:
+        for i in range(total.shape[0]):
+            total[i] *= factor
+    return scratch[: stop - start], total
 
 
 # ``piece`` updates elements start to stop of parameters and slots, the lane's piece of that number, whose gradients are
@@ -213,11 +240,14 @@ def unrolled(slots: int, step: Callable[..., Any], dtype: np.dtype[Any]) -> tupl
 
 
 def dense(piece: Callable[..., None]) -> Callable[..., None]:
-    """The loop that updates ranges whose gradients, of the addresses, lie where the parameters do."""
+    """The loop that updates ranges whose gradients, of the addresses, lie where the parameters do. ``scale`` is that of
+    `_scaled`, or empty; ``before`` counts the lane's pieces before these ranges."""
 
     def loop(
         ranges: Array,
         addresses: Array,
+        scale: Array,
+        before: Array,
         arrays: tuple[Array, ...],
         numbers: tuple[Any, ...],
         chunk: int,
@@ -225,14 +255,17 @@ def dense(piece: Callable[..., None]) -> Callable[..., None]:
         area: Array,
         scratch: Array,
     ) -> None:
-        done, number = _done(progress), 0
+        done, number = _done(progress), before[0]
         for r in range(ranges.shape[0]):
             for start in range(ranges[r, 0], ranges[r, 1], chunk):
                 number += 1
                 if number <= done:
                     continue
                 stop = min(start + chunk, ranges[r, 1])
-                g, h = _addends(addresses, arrays[0], scratch, start, stop)
+                if scale.shape[0] > 0:
+                    g, h = _scaled(addresses, arrays[0], scale, scratch, start, stop)
+                else:
+                    g, h = _addends(addresses, arrays[0], scratch, start, stop)
                 piece(arrays, start, stop, g, h, number, numbers, progress, area)
 
     return loop
@@ -366,9 +399,9 @@ def _merged(
 
 
 # How kernels are entered: the words are the address and the length of each array. First numbers, progress, area and
-# scratch; then of a dense one ranges, addresses, of a sparse one the addresses of values and of indices, lengths,
-# share, table, named, brought; at last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and two counts:
-# where the result goes, and the elements of a row.
+# scratch; then of a dense one ranges, addresses, scale, before, of a sparse one the addresses of values and of indices,
+# lengths, share, table, named, brought; at last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and
+# two counts: where the result goes, and the elements of a row.
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -383,12 +416,13 @@ def _table(words: Array, place: int, width: int) -> Array:
 
 def _enter_dense(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
     def enter(call: Any) -> None:
-        words = numba.carray(call, 20)
+        words = numba.carray(call, 24)
         integers = words.dtype
         numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
         progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
         ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
-        loop(ranges, addresses, arrays(words, 6), numbers, len(scratch), progress, area, scratch)
+        scale, before, chunk = _array(words, 6, dtype), _array(words, 7, integers), len(scratch) // 2
+        loop(ranges, addresses, scale, before, arrays(words, 8), numbers, chunk, progress, area, scratch)
 
     return enter
 

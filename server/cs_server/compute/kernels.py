@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import llvmlite.binding as llvm
 import numpy as np
 
-from cs_proto.arithmetic.optimizers import SLOTS, Hyperparameters
+from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
 from cs_server.rules import RULES, Array, Rule, reference, scalars
@@ -38,7 +38,7 @@ KERNEL_DTYPES = ("float32", "float64")
 """Dtypes that have compiled kernels; the reference serves the others."""
 
 ALWAYS = (("sgd", "float32"), ("adam", "float32"))
-"""Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
+"""Step and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
 would take more than a minute the first time on a machine; each is about a second for the update that needs it first,
 and so is that of the rule's sparse gradients."""
 
@@ -71,51 +71,75 @@ def apply_dense(
     gradients: tuple[Array, ...],
     hyperparameters: Hyperparameters,
     t: int,
-    lane: Lane = _KEEPS_NOTHING,
+    scale: Sequence[float] = (),
 ) -> None:
     """Sum the replicas' gradients in replica order and apply the rule's t-th update, in place and in one pass.
 
     `ranges` is int64 of shape [n, 2]: the elements from start to stop of every range, ascending and disjoint, are
     updated and no other element is touched. Parameters, slots (in the rule's order) and gradients (one for each
     replica) are 1-D, contiguous, of one dtype and one length; gradients may be read-only, and two replicas may share
-    one. The result has the bits of `updates.reference`.
+    one. `scale` has the weight of each gradient and at last the factor of their sum; empty, all are 1. The result has
+    the bits of `rules.reference`.
 
     Raises InvalidArgumentError before anything is changed, when something of this does not hold.
     """
-    bound(rule, ranges, parameters, slots, gradients, lane)(hyperparameters, t)
+    BoundRanges(rule, ranges, parameters, slots, gradients).apply(hyperparameters, t, scale)
 
 
-def bound(
-    rule: Rule,
-    ranges: Array,
-    parameters: Array,
-    slots: tuple[Array, ...],
-    gradients: tuple[Array, ...],
-    lane: Lane = _KEEPS_NOTHING,
-) -> Callable[[Hyperparameters, int], None]:
+class BoundRanges:
     """What `apply_dense` does with these arrays, which are checked once, and not when an update is made."""
-    if RULES.get(rule.name) is not rule:
-        raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
-    addresses = _checked(rule, ranges, parameters, slots, gradients)
-    kernel, written, dtype = _kernel(rule, parameters.dtype), (parameters, *slots), parameters.dtype
-    if kernel is not None:
-        update = _update(rule, kernel, written, lane, 1, ranges, addresses)
-        return lambda hyperparameters, t: update(scalars(rule, hyperparameters, t, dtype))
 
-    def plain(hyperparameters: Hyperparameters, t: int) -> None:
-        scalars(rule, hyperparameters, t, dtype)
-        for part in lane.rest(list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))):
-            lane.keep([(array, part) for array in written])
-            reference(
-                rule,
-                parameters[part],
-                [gradient[part] for gradient in gradients],
-                tuple(slot[part] for slot in slots),
-                hyperparameters,
-                t,
-            )
+    def __init__(
+        self,
+        rule: Rule,
+        ranges: Array,
+        parameters: Array,
+        slots: tuple[Array, ...],
+        gradients: tuple[Array, ...],
+        lane: Lane = _KEEPS_NOTHING,
+    ) -> None:
+        if RULES.get(rule.name) is not rule:
+            raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
+        self._rule, self._written, self._gradients, self._lane = rule, (parameters, *slots), gradients, lane
+        addresses, dtype = _checked(rule, ranges, parameters, slots, gradients), parameters.dtype
+        kernel = _kernel(rule, dtype)
+        self._is_compiled = kernel is not None
+        #: The number of replicas.
+        self.replicas = len(gradients)
+        self._before, self._scale = np.zeros(1, np.int64), np.ones(len(gradients) + 1, dtype)
+        if kernel is None:
+            self._chunks = list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))
+            #: The number of pieces that the lane goes through.
+            self.pieces = len(self._chunks)
+            return
+        chunk = _block_nbytes(lane) // dtype.itemsize
+        self.pieces = int((-((ranges[:, 0] - ranges[:, 1]) // chunk)).sum())
+        self._plain, self._scaled = (
+            _update(rule, kernel, self._written, lane, ranges, addresses, scale, self._before)
+            for scale in (self._scale[:0], self._scale)
+        )
 
-    return plain
+    def apply(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float] = (), before: int = 0) -> None:
+        """Make the rule's t-th update. ``before`` counts the pieces of the phase that the lane has to do earlier."""
+        rule, dtype = self._rule, self._written[0].dtype
+        numbers = scalars(rule, hyperparameters, t, dtype)
+        if not self._is_compiled:
+            self._apply_reference(hyperparameters, t, scale, before)
+            return
+        self._before[0] = before
+        if scale:
+            self._scale[:] = scale
+            self._scaled(numbers)
+        else:
+            self._plain(numbers)
+
+    def _apply_reference(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float], before: int) -> None:
+        parameters, *slots = self._written
+        for part in self._lane.rest(self._chunks, before):
+            self._lane.keep([(array, part) for array in self._written])
+            gradients = [gradient[part] for gradient in self._gradients]
+            own = tuple(slot[part] for slot in slots)
+            reference(self._rule, parameters[part], gradients, own, hyperparameters, t, scale)
 
 
 def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
@@ -171,7 +195,7 @@ class BoundRows:
         known = self._shares.pop(share, None)
         if known is None or not known.fits(lane, len(self._gradients), total):
             known = _Share(lane, len(self._gradients), total)
-            known.update = _update(self._rule, self._kernel, self._written, lane, 2, *known.arrays)
+            known.update = _update(self._rule, self._kernel, self._written, lane, *known.arrays)
         known.where[:] = self._where
         known.place[:] = share, shares, *self._shape
         known.update(scalars(self._rule, hyperparameters, t, dtype))
@@ -196,14 +220,11 @@ class _Share:
         return self._lane is lane and self.where.shape[1] == replicas and total <= self._room <= 16 * total
 
 
-def _update(
-    rule: Rule, kernel: object_loader.Bind, written: tuple[Array, ...], lane: Lane, pieces: int, *arrays: Array
-) -> _Update:
-    """The kernel over arrays as `jit` describes them, with scratch of so many ``pieces``: all that is left to say is
-    the rule's numbers."""
+def _update(rule: Rule, kernel: object_loader.Bind, written: tuple[Array, ...], lane: Lane, *arrays: Array) -> _Update:
+    """The kernel over arrays as `jit` describes them: all that is left to say is the rule's numbers."""
     dtype = written[0].dtype
-    block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // dtype.itemsize
-    numbers, scratch = np.zeros(rule.count_of_numbers, dtype), np.full(pieces * block, -0.0, dtype)
+    block = _block_nbytes(lane) // dtype.itemsize
+    numbers, scratch = np.zeros(rule.count_of_numbers, dtype), np.full(2 * block, -0.0, dtype)
     run = kernel(numbers, lane.progress, lane.area(dtype), scratch, *arrays, *written)
 
     def update(of_rule: tuple[Any, ...]) -> None:
@@ -211,6 +232,10 @@ def _update(
         run()
 
     return update
+
+
+def _block_nbytes(lane: Lane) -> int:
+    return KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES
 
 
 def _chunks(ranges: Array, chunk: int) -> Iterator[slice]:
@@ -249,7 +274,7 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
     compiled = 0
-    rules = [rule for rule in RULES.values() if rule.is_compiled]
+    rules = {rule.kernel: rule for rule in RULES.values() if rule.is_compiled}.values()
     kernels = [(None, False), *product(rules, (False, True))]
     for number, (name, (rule, is_sparse)) in enumerate(product(KERNEL_DTYPES, kernels)):
         dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
@@ -354,7 +379,7 @@ def _kernel(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> obj
 
 
 def _name(rule: Rule | None, is_sparse: bool) -> str:
-    return _MERGE if rule is None else rule.name + _ROWS if is_sparse else rule.name
+    return _MERGE if rule is None else rule.kernel + _ROWS if is_sparse else rule.kernel
 
 
 def _prepare(
@@ -374,7 +399,7 @@ def _prepare(
         if os.environ.get("NUMBA_DISABLE_JIT", "0").strip() not in ("", "0"):
             _kernels[name, dtype] = None
             return False
-        path = None if directory is None else _path(name, dtype, directory)
+        path = None if directory is None else _path(rule, name, dtype, directory)
         kept = None if path is None else _read(path)
         if kept is None:
             if is_awaited:
@@ -396,8 +421,11 @@ def _merge(bind: object_loader.Bind, *arguments: Array) -> int:
     return int(counts[0])
 
 
-def _path(name: str, dtype: np.dtype[Any], directory: Path) -> Path:
-    return directory / f"{name}_{dtype.name}.code"
+def _path(rule: Rule | None, name: str, dtype: np.dtype[Any], directory: Path) -> Path:
+    """The name changes with what the step computes."""
+    code = None if rule is None else rule.step.__code__
+    what = b"" if code is None else repr((code.co_code, code.co_names, code.co_varnames, code.co_consts)).encode()
+    return directory / f"{name}_{dtype.name}-{hashlib.sha256(what).hexdigest()[:16]}.code"
 
 
 def _read(path: Path) -> bytes | None:
@@ -461,14 +489,13 @@ def _private(path: Path) -> Path:
 
 
 def _fingerprint() -> str:
-    """Names what compiled code depends on: our sources, the compiler, the libraries and the processor."""
+    """Names what all compiled code depends on: the loops' sources, the compiler, the libraries and the processor."""
     digest = hashlib.sha256()
-    for source in ("../rules.py", "kernels.py", "jit.py", "object_loader.py"):
+    for source in ("kernels.py", "jit.py", "object_loader.py"):
         digest.update((Path(__file__).parent / source).read_bytes())
     for compiler in ("numba", "llvmlite"):  # to import numba takes longer than all else that a server does at its start
         found = find_spec(compiler)
         digest.update(Path(found.origin).with_name("_version.py").read_bytes() if found and found.origin else b"")
-    digest.update(repr(SLOTS).encode())
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     depends = (np.__version__, sys.version, platform.machine(), *processor)
     digest.update("\0".join(depends).encode())

@@ -19,12 +19,12 @@ from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
-from cs_server.rules import Array, Rule
+from cs_server.rules import Array, Rule, scaled
 
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 
-__all__ = ["Merged", "Table", "merge", "write_rows"]
+__all__ = ["Merged", "Table", "merge", "weighted", "write_rows"]
 
 #: Elements of one piece: even with three slots, all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
@@ -78,6 +78,19 @@ def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged
     return Merged(unique[order], sums)
 
 
+def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float]) -> list[tuple[Array, Array]]:
+    """The gradients of the replicas, as (values, indices), times their weights. One whose weight is 0 names no row."""
+    found = []
+    for (values, indices), weight in zip(gradients, weights, strict=True):
+        if weight == 1:
+            found.append((values, indices))
+        elif values.dtype.type(weight) == 0:
+            found.append((values[:0], indices[:0]))
+        else:
+            found.append((scaled(np.array(values, order="C"), weight), indices))
+    return found
+
+
 class Table:
     """Parameters and slots, 2-D, contiguous, of one dtype and shape [height, width], and updates of them."""
 
@@ -105,7 +118,7 @@ class Table:
         """
         if not self._parameters.size:
             return
-        if self._rule.moves != "rows" and not hyperparameters.get("lazy"):
+        if self._rule.moving(hyperparameters) != "rows":
             self._whole(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
         elif self._bound is None:
             self._gathered(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
@@ -151,6 +164,7 @@ class Table:
         rule, arrays, order = self._rule, (self._parameters, *self._slots), np.argsort(gradient.rows)
         height, width = self._parameters.shape
         rows, sums = gradient.rows[order], gradient.sums[order]
+        moves = rule.moving(hyperparameters) == "all"
 
         def stretch(mine: Sequence[Piece], lane: Lane) -> None:
             for piece, columns in lane.rest(mine):
@@ -160,7 +174,7 @@ class Table:
                 here, *slots_here = (array[piece, columns] for array in arrays)
                 dense = np.zeros(here.shape, here.dtype)
                 dense[places] = sums[named, columns]
-                updated = here if rule.moves == "all" else here.copy()
+                updated = here if moves else here.copy()
                 _update(rule, updated, slots_here, dense, hyperparameters, t)
                 if updated is not here:
                     here[places] = updated[places]

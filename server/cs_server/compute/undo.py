@@ -90,10 +90,11 @@ class Lane:
             _say(self._words, _PROGRESS, 0)
             _say(self._words, _LANE_TAG, tag)
 
-    def rest(self, pieces: Sequence[T]) -> Iterator[T]:
-        """The unfinished ones of this lane's ``pieces``. Asking for the next one marks a piece as done."""
-        for number in range(self.done, len(pieces)):
-            yield pieces[number]
+    def rest(self, pieces: Sequence[T], first: int = 0) -> Iterator[T]:
+        """The unfinished ones of ``pieces``, which are this lane's from number ``first`` on. Asking for the next one
+        marks a piece as done."""
+        for number in range(max(self.done, first), first + len(pieces)):
+            yield pieces[number - first]
             if len(self._words):
                 _say(self._words, _PROGRESS, 2 * number + 2)
 

@@ -36,7 +36,17 @@ _STEP_NBYTES = 1 << 20
 _MOST_AHEAD = 16
 
 
+#: The optimizer, its set of variables, and those of them whose gradients are sparse.
 _Set: TypeAlias = tuple[int, int, tuple[int, ...]]
+
+
+@frozen
+class _Kind:
+    """What a merge point of a plain step is: the sets that it updates, and the bound on their gradients."""
+
+    sets: tuple[_Set, ...]
+    global_clipnorm: float | None
+    clip_epsilon: float
 
 
 @frozen
@@ -49,8 +59,8 @@ class _Ground:
     client: str
     series: int
     lookahead: int
-    #: (optimizer, set of variables, those of them whose gradients are sparse) of each merge point.
-    sets: tuple[_Set, ...]
+    #: The merge points.
+    kinds: tuple[_Kind, ...]
 
 
 class FastPath:
@@ -138,8 +148,9 @@ class FastPath:
             tally.replica_runs[replica] += count
             tally.points[replica] += count * points
             tally.applies[replica] += count * points
-        for _, number, _ in _sets(record) or ():
-            optimizers.applied(self._server, number, count)
+        for kind in _kinds(record) or ():
+            for _, number, _ in kind.sets:
+                optimizers.applied(self._server, number, count)
 
     # --- what is plain ------------------------------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class FastPath:
             and record.client in ("", ground.client)
             and is_small(record)
             and record.count == len(record.notes)
-            and _sets(record) == ground.sets
+            and _kinds(record) == ground.kinds
             and self._are_gradients(record)
         )
         if fits and self._ground is None:
@@ -170,7 +181,7 @@ class FastPath:
 
     def _are_gradients(self, record: Return) -> bool:
         """Whether its gradients fit their variables, and lie in buffers that exist."""
-        points = [note for note in record.notes if isinstance(note, ApplyPoint) and (note.sparse or note.buffers % 2)]
+        points = [note for note in record.notes if isinstance(note, ApplyPoint)]
         try:
             updates.check_gradients(self._server, points)
         except InvalidArgumentError:
@@ -197,13 +208,14 @@ class FastPath:
         hello = None if controller is None else sessions.hello_of(self._server, controller)
         if controller is None or hello is None or not all(worker.is_announced for worker in workers):
             return None
-        sets = _sets(record)
-        if sets is None or not 0 <= record.lookahead <= _MOST_AHEAD:
+        kinds = _kinds(record)
+        if kinds is None or not 0 <= record.lookahead <= _MOST_AHEAD:
             return None
-        for optimizer, number, _ in sets:
-            known = tables.sets.get(number)
-            if known is None or known.optimizer != optimizer:
-                return None
+        for kind in kinds:
+            for optimizer, number, _ in kind.sets:
+                known = tables.sets.get(number)
+                if known is None or known.optimizer != optimizer:
+                    return None
         self._run = max((run[0] for run in tables.runs), default=-1)
         return _Ground(
             tuple((worker.peer, worker.worker.incarnation) for worker in workers),
@@ -211,7 +223,7 @@ class FastPath:
             hello.client,
             record.series,
             record.lookahead,
-            sets,
+            kinds,
         )
 
     # --- what follows -------------------------------------------------------------------------------------------------
@@ -236,14 +248,15 @@ class FastPath:
             return None
         self._count += 1
         self._run, self._returns, self._held = run, returns, []
-        if not ground.sets:
+        if not ground.kinds:
             return self._answers()
         operations = []
-        for k, (optimizer, number, _) in enumerate(ground.sets):
+        for k, kind in enumerate(ground.kinds):
             points = [record.notes[k] for record in returns]
             applies = [point for point in points if isinstance(point, ApplyPoint)]
-            operations.append(updates.apply(self._server, number, applies, self._applied[optimizer]))
-            self._applied[optimizer] += 1
+            numbers = [number for _, number, _ in kind.sets]
+            operations.append(updates.apply(self._server, numbers, applies, self._applied))
+            self._applied.update([optimizer for optimizer, _, _ in kind.sets])
         self._committing = tables.tally.tickets + self._count
         return [Commit(self._committing, tuple(operations))]
 
@@ -256,7 +269,7 @@ class FastPath:
             finished = StepFinished(run, False)
             commands += [Send(peer, finished) for peer, _ in ground.workers]
         values = tuple([record.value for record in returns if record.value is not None])
-        commands.append(Send(ground.controller, RunFinished(run, values, None, len(ground.sets))))
+        commands.append(Send(ground.controller, RunFinished(run, values, None, len(ground.kinds))))
         return commands
 
 
@@ -268,14 +281,15 @@ def is_small(record: Return) -> bool:
     return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
 
 
-def _sets(record: Return) -> tuple[_Set, ...] | None:
-    """The sets that the notes of a Return update. None if a note is anything else than a gradient of a known set."""
-    sets = []
+def _kinds(record: Return) -> tuple[_Kind, ...] | None:
+    """What the notes of a Return are. None if a note is anything else than gradients of known sets."""
+    kinds = []
     for k, note in enumerate(record.notes):
-        if type(note) is not ApplyPoint or note.k != k or not note.variable_set:
+        if type(note) is not ApplyPoint or note.k != k or note.needs_answer:
             return None
-        sets.append((note.optimizer, note.variable_set, tuple([gradient.variable for gradient in note.sparse])))
-    return tuple(sets)
+        sets = [(each.optimizer, each.variable_set, tuple([g.variable for g in each.sparse])) for each in note.updates]
+        kinds.append(_Kind(tuple(sets), note.global_clipnorm, note.clip_epsilon))
+    return tuple(kinds)
 
 
 def _returned(message: bytes) -> Return:

@@ -218,6 +218,8 @@ def locate(server: State, peer: bytes, record: Locate) -> None:
     if replica is None:
         raise PeerProtocolError("only a worker may send a Locate")
     arrays = [variables.get(server, number).array for number in record.variables]
+    if record.buffers >= 0:
+        updates.check_dense(server, record.variables)
     if record.buffers == 1:
         slabs.use_second_gradients(server, (array.dtype for array in arrays))
     if record.buffers >= 0:

@@ -29,7 +29,8 @@ _STORED = {"float16": "unsigned short", "float32": "float", "float64": "double"}
 _VALUE = {"float16": "float", "float32": "float", "float64": "double"}
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-_FUNCTIONS = {"sqrt": "sqrt", "abs": "fabs", "copysign": "copysign"}
+_FUNCTIONS = {"sqrt": "sqrt", "abs": "fabs", "copysign": "copysign"}  # of C's library
+_OWN = ("maximum", "sign")
 
 _HEAD = """\
 typedef {stored} stored;
@@ -60,30 +61,38 @@ static __device__ value load(const stored *from) { return *from; }
 static __device__ void store(stored *to, value wide) { *to = wide; }
 """
 
-# As NumPy's maximum: a NaN wins, whichever of the two it is.
-_MAXIMUM = """\
+# As NumPy's functions: a NaN is the maximum, whichever of the two it is, and its own sign.
+_OWN_FUNCTIONS = """\
 static __device__ value maximum(value a, value b) { return a >= b || a != a ? a : b; }
+static __device__ value sign(value a) { return a != a ? a : (value)((a > 0) - (a < 0)); }
 """
 
-# The gradient of one element: summed over the replicas in their order, and clipped. A piece without an address has
-# none.
+# The gradient of one element: summed over the replicas in their order, each times its weight, and clipped. A piece
+# without an address has none. The weights (doubles) stand behind the addresses.
 _GRADIENT = """\
 static __device__ value gradient(const long long *addresses, int replicas, long long i, value limit)
 {
+    const double *const weights = (const double *)(addresses + replicas);
     value sum = 0;
-    if (addresses[0])
-        sum = load((const stored *)addresses[0] + i);
-    for (int replica = 1; replica < replicas; replica++)
-        sum = sum + load((const stored *)addresses[replica] + i);
+    int is_first = 1;
+    for (int replica = 0; replica < replicas; replica++) {
+        const value weight = (value)weights[replica];
+        if (weight == 0 || !addresses[replica])
+            continue;
+        const value term = load((const stored *)addresses[replica] + i) * weight;
+        sum = is_first ? term : sum + term;
+        is_first = 0;
+    }
     return sum < -limit ? -limit : sum > limit ? limit : sum;
 }
 """
 
-# A piece: count, whether the variable itself changes, factor (a double), variable, slots, gradients of the replicas.
+# A piece: count, whether the variable itself changes, factor (a double), variable, slots, gradients of the replicas and
+# their weights.
 _UPDATE = """\
 extern "C" __global__ void {name}(const long long *pieces, int replicas, value limit{number_parameters})
 {{
-    const long long *piece = pieces + (long long)blockIdx.x * ({first_gradient} + replicas);
+    const long long *piece = pieces + (long long)blockIdx.x * ({first_gradient} + 2 * replicas);
     const long long count = piece[0];
     const value factor = (value)*(const double *)(piece + 2);
     stored *const w = (stored *)piece[3];
@@ -104,7 +113,7 @@ extern "C" __global__ void {name}(const long long *pieces, int replicas, value l
 _LOOPS = """\
 extern "C" __global__ void squares(const long long *pieces, int replicas, value limit, double *partial)
 {
-    const long long *piece = pieces + (long long)blockIdx.x * (1 + replicas);
+    const long long *piece = pieces + (long long)blockIdx.x * (1 + 2 * replicas);
     double sum = 0;
     for (long long i = threadIdx.x; i < piece[0]; i += blockDim.x) {
         const double wide = gradient(piece + 1, replicas, i, limit);
@@ -146,9 +155,10 @@ def update(rule: Rule, dtype: str) -> str:
     Its parameters are the table of pieces, the number of replicas, the bound of every element of the summed gradient
     (infinity: none) and the rule's numbers. Bound and numbers have the dtype of :func:`computed_in`. A row of the table
     has :func:`width_of` entries: the count of elements, whether the variable itself changes or only its slots, a
-    double by which the sum is multiplied, and the addresses of the variable, of each slot and of each gradient.
+    double by which the sum is multiplied, the addresses of the variable, of each slot and of each gradient, and a
+    double for each gradient, its weight. A gradient whose weight is 0 is left out.
 
-    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, maximum and copysign.
+    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, sign, maximum and copysign.
     """
     names = list(inspect.signature(rule.step).parameters)
     slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
@@ -172,26 +182,27 @@ def update(rule: Rule, dtype: str) -> str:
 def loops(dtype: str) -> str:
     """The source of the kernels that depend on no rule.
 
-    ``squares`` (pieces of count and gradients, replicas, bound, one double for each thread) and ``fold`` (those
-    doubles, their number for each piece, the number of pieces, one double for each piece) give the squared norm of the
-    summed gradient. ``copy`` moves pieces of count, address from, address to; ``fill`` sets elements to one value.
+    ``squares`` (pieces of count, gradients and weights, replicas, bound, one double for each thread) and ``fold``
+    (those doubles, their number for each piece, the number of pieces, one double for each piece) give the squared norm
+    of the summed gradient. ``copy`` moves pieces of count, address from, address to; ``fill`` sets elements to one
+    value.
     """
     return _head(dtype) + _LOOPS
 
 
 def update_name(rule: Rule, dtype: str) -> str:
     """The name of the kernel of :func:`update`."""
-    return f"{rule.name}_{dtype}"
+    return f"{rule.kernel}_{dtype}"
 
 
 def width_of(rule: Rule, replicas: int) -> int:
     """The number of entries in a piece of an update."""
-    return 4 + len(rule.slots) + replicas
+    return 4 + len(rule.slots) + 2 * replicas
 
 
 def _head(dtype: str) -> str:
     convert = _HALF if dtype == "float16" else _WHOLE
-    return _HEAD.format(stored=_STORED[dtype], value=_VALUE[dtype]) + convert + _MAXIMUM + _GRADIENT
+    return _HEAD.format(stored=_STORED[dtype], value=_VALUE[dtype]) + convert + _OWN_FUNCTIONS + _GRADIENT
 
 
 def _step(rule: Rule, names: list[str], value: str) -> str:
@@ -227,8 +238,8 @@ def _expression(node: ast.expr, value: str) -> str:
             return f"({_expression(left, value)} {_OPERATORS[type(op)]} {_expression(right, value)})"
         case ast.Call(func=ast.Attribute(value=ast.Name(id="np"), attr=name), args=args, keywords=[]):
             arguments = ", ".join(_expression(each, value) for each in args)
-            if name == "maximum":
-                return f"maximum({arguments})"
+            if name in _OWN:
+                return f"{name}({arguments})"
             if name in _FUNCTIONS:
                 return f"{_FUNCTIONS[name]}{suffix}({arguments})"
     raise _untranslated(node)
@@ -236,5 +247,5 @@ def _expression(node: ast.expr, value: str) -> str:
 
 def _untranslated(node: ast.AST) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"the step of a rule may use only arithmetic, sqrt, abs, maximum and copysign, not {ast.unparse(node)!r}"
+        f"the step of a rule may use only arithmetic, sqrt, abs, sign, maximum and copysign, not {ast.unparse(node)!r}"
     )

@@ -176,25 +176,25 @@ class GpuStore:
         """Carry out every operation, in order; the mirror holds the outcome when it returns."""
         if self._arithmetic.has_done(command.ticket):
             return
-        ours: list[tuple[Apply | Write | Fill, float | None]] = []
+        ours: list[Apply | Write | Fill] = []
         others: list[Apply | Write | Fill] = []
         for operation in command.operations:
             if isinstance(operation, Apply):
-                here, there, factor = self._updates.divided(operation)
-                ours += [(part, factor) for part in here]
+                here, there = self._updates.divided(operation)
+                ours += here
                 others += there
             elif is_on_device(operation.segment if isinstance(operation, Fill) else _segment(operation.target)):
-                ours.append((operation, None))
+                ours.append(operation)
             else:
                 others.append(operation)
         if ours and (self._journal is None or self._journal.ticket != command.ticket):
             if self._journal is not None:
                 self._journal.begin()
             changed: list[Changed] = []
-            for operation, factor in ours:
+            for operation in ours:
                 match operation:
                     case Apply():
-                        changed += self._updates.apply(operation, factor)
+                        changed += self._updates.apply(operation)
                     case Write():
                         changed += self._write(operation)
                     case Fill():

@@ -16,10 +16,10 @@ import numpy as np
 from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen, with_changes
-from cs_server.compute.clipping import Clipping, square_of
+from cs_server.compute.clipping import UNBOUNDED, Clipping, factors_together, square_of
 from cs_server.compute.executor import Memory
-from cs_server.compute.sparse import Merged, merge
-from cs_server.events import Apply, Dense, Rows
+from cs_server.compute.sparse import Merged, merge, weighted
+from cs_server.events import Apply, Dense, Rows, Update
 from cs_server.rules import GPU_DTYPES, RULES, Rule, computed_in, scalars
 
 from .blocks import Pieces, contiguous, cut, runs, split
@@ -92,58 +92,77 @@ class DeviceUpdates:
         self.forget()
         self._squares.free()
 
-    def divided(self, operation: Apply) -> tuple[list[Apply], list[Apply], float | None]:
-        """Divide an update into the part on the GPU and the part in host memory. If ``global_clipnorm`` bounds both
-        together, also return the factor for the gradients of the first part."""
-        here = _part(operation, lambda dtype: dtype in GPU_DTYPES)
-        there = _part(operation, lambda dtype: dtype not in GPU_DTYPES)
-        clipping = Clipping.of(dict(operation.hyperparameters))
-        if not here or not there or clipping is None or clipping.global_clipnorm is None:
-            return here, there, None
-        squares = [square for part in here[0].dense for square in self._squares_of(part, clipping)]
-        squares += [square_of(self._sums(part, clipping).sums) for part in here[0].sparse]
-        of_others = [square_of(total) for total in self._totals(there[0], clipping)]
-        factor = clipping.factors([*squares, *of_others])[0]
-        # A bound of its own scales the other part by the same factor.
-        norm = math.sqrt(sum(of_others))
-        kept = tuple(pair for pair in operation.hyperparameters if pair[0] != "global_clipnorm")
-        bound = (("global_clipnorm", factor * norm),) if factor != 1 and norm else ()
-        return here, [with_changes(there[0], hyperparameters=(*kept, *bound))], factor
+    def divided(self, operation: Apply) -> tuple[list[Apply], list[Apply]]:
+        """Divide an apply into the part on the GPU and the part in host memory, each a list of at most one.
 
-    def _totals(self, part: Apply, clipping: Clipping) -> Iterator[np.ndarray]:
+        Where one bound holds for gradients of both, or for those of several optimizers, the parts have the factors that
+        follow from it in its place.
+        """
+        here = [_part(update, lambda dtype: dtype in GPU_DTYPES) for update in operation.updates]
+        there = [_part(update, lambda dtype: dtype not in GPU_DTYPES) for update in operation.updates]
+        if any(map(_has_gradients, here)) and (
+            operation.global_clipnorm is not None
+            or any(
+                _has_gradients(one) and _has_gradients(other) and _clipping(one).global_clipnorm is not None
+                for one, other in zip(here, there, strict=True)
+            )
+        ):
+            factors = self._factors(operation, here, there)
+            here, there = ([_with_factor(*each) for each in zip(part, factors, strict=True)] for part in (here, there))
+            operation = with_changes(operation, global_clipnorm=None, clip_epsilon=0.0)
+        kept = ([update for update in part if _has_gradients(update)] for part in (here, there))
+        ours, others = ([with_changes(operation, updates=tuple(part))] if part else [] for part in kept)
+        return ours, others
+
+    def _factors(self, operation: Apply, here: Sequence[Update], there: Sequence[Update]) -> list[float]:
+        """The factor of each optimizer's gradients that follows from global bounds."""
+        weights, clippings = operation.weights, [_clipping(update) for update in operation.updates]
+        squares = []
+        for one, other, clipping in zip(here, there, clippings, strict=True):
+            found = [square for part in one.dense for square in self._squares_of(part, clipping, weights)]
+            found += [square_of(self._sums(part, clipping, weights).sums) for part in one.sparse]
+            squares.append(found + [square_of(total) for total in self._totals(other, clipping, weights)])
+        own, common = factors_together(clippings, squares, operation.global_clipnorm, operation.clip_epsilon)
+        return [
+            common * (factors[0] if factors and clipping.global_clipnorm is not None else 1.0)
+            for factors, clipping in zip(own, clippings, strict=True)
+        ]
+
+    def _totals(self, part: Update, clipping: Clipping, weights: Sequence[float]) -> Iterator[np.ndarray]:
         """The summed gradients of variables that do not lie on the GPU."""
         for dense in part.dense:
             gradients = [self._memory.elements(name, dense.dtype) for name in dense.gradients]
-            yield from (clipping.total(gradients, slice(*each)) for each in dense.ranges)
+            yield from (clipping.total(gradients, slice(*each), weights) for each in dense.ranges)
         for rows in part.sparse:
-            yield self._sums(rows, clipping).sums
+            yield self._sums(rows, clipping, weights).sums
 
-    def apply(self, operation: Apply, common: float | None) -> Iterator[Changed]:
-        """Launch an update; yields its changes. ``common`` is the factor for all gradients, if it is known already."""
-        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
-        clipping = Clipping.of(given)
-        merged = [self._sums(rows, clipping) for rows in operation.sparse]
-        factors = [1.0 if common is None else common] * (
-            sum(len(part.ranges) for part in operation.dense) + len(merged)
-        )
-        if common is None and clipping is not None and clipping.has_norm:
-            squares = [square for part in operation.dense for square in self._squares_of(part, clipping)]
-            factors = clipping.factors([*squares, *(square_of(gradient.sums) for gradient in merged)])
-        limit = math.inf if clipping is None or clipping.clipvalue is None else clipping.clipvalue
+    def apply(self, operation: Apply) -> Iterator[Changed]:
+        """Launch the updates that :meth:`divided` has left to the GPU; yields their changes."""
+        for each in operation.updates:
+            yield from self._apply(each, operation.weights)
+
+    def _apply(self, update: Update, weights: Sequence[float]) -> Iterator[Changed]:
+        rule, given, t, clipping = RULES[update.rule], dict(update.hyperparameters), update.t, _clipping(update)
+        merged = [self._sums(rows, clipping, weights) for rows in update.sparse]
+        factors = np.full(sum(len(part.ranges) for part in update.dense) + len(merged), update.factor)
+        if clipping.has_norm:
+            squares = [square for part in update.dense for square in self._squares_of(part, clipping, weights)]
+            factors *= clipping.factors([*squares, *(square_of(gradient.sums) for gradient in merged)])
+        limit = math.inf if clipping.clipvalue is None else clipping.clipvalue
         at = 0
-        for part in operation.dense:
+        for part in update.dense:
             pieces, gradients = self._prepared(part)
-            targets, of_ranges = (part.parameters, *part.slots), np.array(factors[at : at + len(part.ranges)])
+            targets, of_ranges = (part.parameters, *part.slots), factors[at : at + len(part.ranges)]
             at += len(part.ranges)
             of_pieces = of_ranges[_which_range(part, pieces)]
             own = RULES[part.rule] if part.rule else rule
             for window, mark in self._update(
-                own, part.dtype, targets, pieces, gradients, given, t, limit, of_pieces, moves=True
+                own, part.dtype, targets, pieces, gradients, given, t, limit, of_pieces, moves=True, weights=weights
             ):
                 for start, stop in runs(pieces, window):
                     yield from ((Change(name, start, stop - start), part.dtype, mark) for name in targets)
-        for rows, gradient, factor in zip(operation.sparse, merged, factors[at:], strict=True):
-            yield from self._rows(RULES[rows.rule] if rows.rule else rule, rows, gradient, given, t, factor)
+        for rows, gradient, factor in zip(update.sparse, merged, factors[at:], strict=True):
+            yield from self._rows(RULES[rows.rule] if rows.rule else rule, rows, gradient, given, t, float(factor))
 
     def _prepared(self, part: Dense) -> tuple[Pieces, list[_Gradient]]:
         """The pieces of a dense update, and its gradients, page-locked if possible."""
@@ -172,11 +191,10 @@ class DeviceUpdates:
         locked = [self._gpu.page_lock(start + first, start + last) for first, last in spans]
         return _Gradient(values, is_locked=all(locked))
 
-    def _sums(self, rows: Rows, clipping: Clipping | None) -> Merged:
+    def _sums(self, rows: Rows, clipping: Clipping, weights: Sequence[float]) -> Merged:
         gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
-        merged = merge(gradients, *rows.shape)
-        if clipping is not None:
-            clipping.bound(merged.sums)
+        merged = merge(weighted(gradients, weights) if weights else gradients, *rows.shape)
+        clipping.bound(merged.sums)
         return merged
 
     def _rows(
@@ -193,20 +211,19 @@ class DeviceUpdates:
         starts = rows.first + named * width
         spans = np.stack([starts, starts + width, np.arange(len(named)) * width], axis=1)
         marks = [*self._update(rule, rows.dtype, targets, cut(spans), [sums], given, t, math.inf, factor, moves=True)]
-        only_named = rule.moves == "rows" or bool(given.get("lazy"))
-        if not only_named:
+        moving = rule.moving(given)
+        if moving != "rows":
             begins, ends = np.concatenate([[0], named + 1]), np.concatenate([named, [height]])
             gaps = np.stack([begins * width, ends * width], axis=1)[ends > begins] + rows.first
             rest = cut(np.concatenate([gaps, np.full((len(gaps), 1), -1)], axis=1))
-            moves = rule.moves == "all"
-            marks += self._update(rule, rows.dtype, targets, rest, [sums], given, t, math.inf, 1.0, moves)
+            marks += self._update(rule, rows.dtype, targets, rest, [sums], given, t, math.inf, 1.0, moving == "all")
         if not marks:
             return
         mark = marks[-1][1]
         changed = of_rows(rows.parameters, rows.dtype, rows.first, rows.shape, named)
         whole = Change(rows.parameters, rows.first, height * width)
-        of_variable = whole if rule.moves == "all" and not only_named else changed
-        of_slots = changed if only_named else whole
+        of_variable = whole if moving == "all" else changed
+        of_slots = changed if moving == "rows" else whole
         yield of_variable, rows.dtype, mark
         yield from ((with_changes(of_slots, segment=name), rows.dtype, mark) for name in rows.slots)
 
@@ -222,6 +239,7 @@ class DeviceUpdates:
         limit: float,
         factor: float | np.ndarray,
         moves: bool,
+        weights: Sequence[float] = (),
     ) -> Iterator[tuple[slice, Any]]:
         """Launch the rule's kernel over ``pieces``; yields the pieces of each launch and the mark behind it."""
         number, itemsize = computed_in(dtype), np.dtype(dtype).itemsize
@@ -231,9 +249,10 @@ class DeviceUpdates:
         table[:, 2] = np.broadcast_to(np.asarray(factor, np.float64), len(pieces)).copy().view(np.int64)
         for place, name in enumerate(targets, 3):
             table[:, place] = self._on_device.addresses(name, pieces.starts * itemsize)
+        table[:, -len(gradients) :] = _weights_of(weights, len(gradients))
         numbers = (number.type(limit), *scalars(rule, given, t, number))
         for window, addresses in self._staged(pieces, gradients, min(_LAUNCH, TABLE_NBYTES // (8 * width))):
-            table[window, 3 + len(targets) :] = addresses
+            table[window, 3 + len(targets) : -len(gradients)] = addresses
             self._staging.launch(
                 update(rule, dtype), update_name(rule, dtype), table[window], (np.int32(len(gradients)), *numbers)
             )
@@ -271,16 +290,17 @@ class DeviceUpdates:
             yield window, addresses
             first = last
 
-    def _squares_of(self, part: Dense, clipping: Clipping) -> list[float]:
+    def _squares_of(self, part: Dense, clipping: Clipping, weights: Sequence[float]) -> list[float]:
         """The squared norm of the summed gradient of each range, after its elements were clipped."""
         pieces, gradients = self._prepared(part)
         number, replicas = computed_in(part.dtype), len(gradients)
         limit = number.type(math.inf if clipping.clipvalue is None else clipping.clipvalue)
         # The scratch memory holds one double for each thread, followed by one for each piece.
-        most = min(_SQUARES_NBYTES // (8 * (THREADS + 1)), TABLE_NBYTES // (8 * (1 + replicas)))
+        most = min(_SQUARES_NBYTES // (8 * (THREADS + 1)), TABLE_NBYTES // (8 * (1 + 2 * replicas)))
         found = np.empty(len(pieces))
         for window, addresses in self._staged(pieces, gradients, most):
-            table = np.concatenate([pieces.counts[window, None], addresses], axis=1)
+            of_replicas = np.broadcast_to(_weights_of(weights, replicas), addresses.shape)
+            table = np.concatenate([pieces.counts[window, None], addresses, of_replicas], axis=1)
             sums = self._squares.address + 8 * THREADS * len(table)
             self._staging.launch(
                 loops(part.dtype), "squares", table, (np.int32(replicas), limit, self._squares.address)
@@ -292,11 +312,30 @@ class DeviceUpdates:
         return [float(square) for square in np.bincount(_which_range(part, pieces), found, len(part.ranges))]
 
 
-def _part(operation: Apply, is_wanted: Callable[[str], bool]) -> list[Apply]:
-    """The part of an update with the wanted dtypes, as a list of one; an empty list if it has none."""
-    dense = tuple(part for part in operation.dense if is_wanted(part.dtype))
-    sparse = tuple(part for part in operation.sparse if is_wanted(part.dtype))
-    return [with_changes(operation, dense=dense, sparse=sparse)] if dense or sparse else []
+def _part(update: Update, is_wanted: Callable[[str], bool]) -> Update:
+    """The part of an update with the wanted dtypes."""
+    dense = tuple(part for part in update.dense if is_wanted(part.dtype))
+    sparse = tuple(part for part in update.sparse if is_wanted(part.dtype))
+    return with_changes(update, dense=dense, sparse=sparse)
+
+
+def _has_gradients(update: Update) -> bool:
+    return bool(update.dense or update.sparse)
+
+
+def _clipping(update: Update) -> Clipping:
+    return Clipping.of(dict(update.hyperparameters)) or UNBOUNDED
+
+
+def _with_factor(update: Update, factor: float) -> Update:
+    """The update with a factor in place of its bound on the global norm."""
+    kept = tuple(pair for pair in update.hyperparameters if pair[0] != "global_clipnorm")
+    return with_changes(update, hyperparameters=kept, factor=factor)
+
+
+def _weights_of(weights: Sequence[float], replicas: int) -> np.ndarray:
+    """The weights as they stand in the table of pieces."""
+    return np.array(weights or [1.0] * replicas, np.float64).view(np.int64)
 
 
 def _which_range(part: Dense, pieces: Pieces) -> np.ndarray:

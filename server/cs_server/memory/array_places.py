@@ -31,9 +31,10 @@ __all__ = ["arrays_of"]
 
 
 def _rows(point: ApplyPoint) -> Iterator[Array]:
-    for gradient in point.sparse:
-        yield gradient.values
-        yield gradient.indices
+    for update in point.updates:
+        for gradient in update.sparse:
+            yield gradient.values
+            yield gradient.indices
 
 
 def arrays_of(record: Record) -> Iterator[Array]:

@@ -226,6 +226,29 @@ def test_what_does_not_fit_changes_nothing(
         assert v.numpy().tolist() == [1, 2, 3]
 
 
+def test_a_sparse_variable_is_trainable_and_says_so(s: CentralStorageStrategy) -> None:
+    for v in (made(s, [[1.0], [2.0]], sparse=True), cs.Variable([[1.0], [2.0]], sparse=True)):
+        assert (v.sparse, v.trainable, copy.deepcopy(v).sparse) == (True, True, True)
+    assert made(s, [1.0]).sparse is False
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "pattern"),
+    [
+        ([1.0], {"trainable": False}, "variable table: sparse=True is for a table that is trained; leave out"),
+        (1.0, {}, r"table of rows with a floating-point or complex dtype, but the value is float32\[\]"),
+        ([1, 2], {}, r"the value is int32\[2\]; leave out sparse=True"),
+        ([1.0], {"constraint": abs}, "variable table: a constraint needs dense gradients"),
+    ],
+)
+def test_what_cannot_be_trained_by_rows_is_not_sparse(
+    s: CentralStorageStrategy, value: Any, options: dict[str, Any], pattern: str
+) -> None:
+    for make in (lambda **given: made(s, value, **given), lambda **given: cs.Variable(value, **given)):
+        with pytest.raises(InvalidArgumentError, match=pattern):
+            make(name="table", sparse=True, **options)
+
+
 def test_integers_take_no_fractions_and_nothing_they_cannot_hold(s: CentralStorageStrategy) -> None:
     v = made(s, 1, dtype="uint8")
     with pytest.raises(TypeError, match="is not converted to uint8"):

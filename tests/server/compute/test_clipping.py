@@ -12,7 +12,7 @@ from tests.server.compute.test_executor import Bytes, commit
 from cs_proto.arrays import array_of
 from cs_server.compute import executor
 from cs_server.compute.clipping import Clipping, square_of
-from cs_server.events import Apply, Dense, Rows
+from cs_server.events import Apply, Dense, Rows, Update
 
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": 0.0}
 
@@ -60,7 +60,7 @@ def step(threads: int, **bounds: float) -> list[np.ndarray]:
         Dense("float64", ((0, 70),), "d", (), ("d0", "d1")),
     )
     sparse = Rows("float32", 0, (20, 3), "t", (), tuple((array_of(v), array_of(i)) for v, i in slices))
-    apply = Apply("sgd", tuple({**PLAIN, **bounds}.items()), 1, dense, (sparse,))
+    apply = Apply((Update("sgd", tuple({**PLAIN, **bounds}.items()), 1, dense, (sparse,)),))
     commit(Bytes(w=w, d=d, t=t, **gradients, **wide), apply, threads=threads)
     return [-w[:3000], -w[3008:], -d, -t]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from threading import Event, Semaphore
 
 import numpy as np
@@ -17,7 +16,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, ReduceOpName
 from cs_server.compute import executor
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Compute, Dense, Fill, Write
+from cs_server.events import Apply, Commit, Compute, Dense, Fill, Update, Write
 from cs_server.rules import RULES, reference
 
 SGD = (("learning_rate", 0.25), ("momentum", 0.5), ("nesterov", 0.0))
@@ -48,12 +47,11 @@ def at(segment: str, offset: int, like: np.ndarray) -> Array:
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many threads an update may use; even a small one is spread over them."""
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
-    executor._shares.cache_clear()
-    yield request.param
-    executor._shares.cache_clear()
+    found: int = request.param
+    return found
 
 
 def commit(memory: Bytes, *operations: Apply | Write | Fill, threads: int = 1) -> None:
@@ -160,9 +158,8 @@ def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: st
         part = slice(first, last)
         reference(rule, expected_w[part], [g[part] for g in gradients], (expected_m[part],), dict(SGD), 4)
     memory = Bytes(w=w, m=m, g0=gradients[0], g1=gradients[1], g2=gradients[2])
-    commit(
-        memory, Apply("sgd_momentum", SGD, 4, (Dense(dtype, ranges, "w", ("m",), ("g0", "g1", "g2")),)), threads=threads
-    )
+    part = Dense(dtype, ranges, "w", ("m",), ("g0", "g1", "g2"))
+    commit(memory, Apply((Update("sgd_momentum", SGD, 4, (part,)),)), threads=threads)
     assert w.tobytes() == expected_w.tobytes()
     assert m.tobytes() == expected_m.tobytes()
 
@@ -172,7 +169,6 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
-    executor._shares.cache_clear()
     memory = Bytes(w=np.zeros(1000), g=np.arange(1000.0))
     door, inside, spread = Event(), Semaphore(0), Executor(memory, 3)
     assert spread._pool is not None
@@ -180,17 +176,16 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
         spread._pool.submit(lambda: (inside.release(), door.wait()))
         inside.acquire()
     part = Dense("float64", ((0, 1000),), "w", (), ("g",))
-    spread.commit(Commit(1, (Apply("sgd", (("learning_rate", 1.0),), 1, (part,)),)))
+    spread.commit(Commit(1, (Apply((Update("sgd", (("learning_rate", 1.0),), 1, (part,)),)),)))
     door.set()
     spread.close()
-    executor._shares.cache_clear()
     assert memory.segments["w"].tolist() == (-np.arange(1000.0)).tolist()
 
 
 def test_operations_follow_each_other() -> None:
     w, g = np.zeros(64, np.float32), np.ones(64, np.float32)
     plain = (("learning_rate", 1.0), ("momentum", 0.0), ("nesterov", 0.0))
-    apply = Apply("sgd", plain, 1, (Dense("float32", ((0, 64),), "w", (), ("g",)),))
+    apply = Apply((Update("sgd", plain, 1, (Dense("float32", ((0, 64),), "w", (), ("g",)),)),))
     add = Write(at("w", 0, w), "assign", None, (array_of(np.full(64, 5, np.float32)),))
     commit(Bytes(w=w, g=g), apply, add, apply, apply)
     assert w.tolist() == [3.0] * 64
@@ -205,15 +200,19 @@ def test_shares_cover_every_element_once_and_in_order(steps: list[tuple[int, int
         end = ranges[-1][1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "_ELEMENTS_PER_THREAD", 300)
-        shares = executor._shares.__wrapped__(tuple(ranges), threads)
+        halves = tuple(ranges[::2]), tuple(ranges[1::2])
+        shares = executor._shares(halves, threads)
     assert 1 <= len(shares) <= threads
-    covered = [element for share in shares for first, last in share.tolist() for element in range(first, last)]
-    assert covered == [element for first, last in ranges for element in range(first, last)]
-    largest = max(sum(last - first for first, last in share.tolist()) for share in shares)
-    assert largest <= -(-len(covered) // len(shares)) + 64 * threads
+    sizes = [sum(last - first for _, part in share for first, last in part.tolist()) for share in shares]
+    for number, half in enumerate(halves):
+        parts = [each for share in shares for part, each in share if part == number]
+        covered = [element for part in parts for first, last in part.tolist() for element in range(first, last)]
+        assert covered == [element for first, last in half for element in range(first, last)]
+        boundaries = {first for first, _ in half}
+        assert all(part[0][0] % 64 == 0 or part[0][0] in boundaries for part in parts)
+    assert max(sizes) <= -(-sum(sizes) // len(shares)) + 64 * threads
     for share in shares:
-        assert share.dtype == np.int64
-        assert share.shape[1:] == (2,)
-        assert share.flags.carray
-    boundaries = {first for first, _ in ranges}
-    assert all(share[0][0] % 64 == 0 or share[0][0] in boundaries for share in shares[1:] if len(share))
+        for _, part in share:
+            assert part.dtype == np.int64
+            assert part.shape[1:] == (2,)
+            assert part.flags.carray

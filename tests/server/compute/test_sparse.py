@@ -21,6 +21,7 @@ from cs_server.rules import RULES, Array, Rule, reference
 
 DTYPES = [*KERNEL_DTYPES, "float16", "complex64"]
 ROWS = ("sgd", "sgd_momentum", "sgd_nesterov", "adagrad", "rmsprop_momentum", "rmsprop_centered_momentum")
+ROWS_OF_OTHERS = ("torch_sgd", "torch_sparse_adam", "torch_adagrad", "optax_sgd", "optax_adagrad")
 ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power")
 
 
@@ -81,7 +82,8 @@ def expected_after(
     moved = [array.copy() for array in (parameters, *slots)]
     reference(rule, moved[0], [dense], tuple(moved[1:]), HYPERPARAMETERS, t)
     for position, (after, before) in enumerate(zip(moved, (parameters, *slots), strict=True)):
-        if is_lazy or rule.moves == "rows" or (rule.moves == "slots" and position == 0):
+        moving = "rows" if is_lazy else "all" if rule.decays else rule.moves
+        if moving == "rows" or (moving == "slots" and position == 0):
             stays = np.ones(len(before), bool)
             stays[gradient.rows] = False
             after[stays] = before[stays]
@@ -114,11 +116,32 @@ def test_rules_by_rows_have_the_bits_of_the_dense_reference(
 
 
 def test_rules_that_move_named_rows_only_are_those_of_the_table() -> None:
-    assert {name for name, rule in RULES.items() if rule.moves == "rows"} == set(ROWS)
-    assert {name for name, rule in RULES.items() if rule.moves == "slots"} == {"rmsprop", "rmsprop_centered", "nadam"}
+    assert {name for name, rule in RULES.items() if rule.moves == "rows"} == {*ROWS, *ROWS_OF_OTHERS}
+    assert {name for name, rule in RULES.items() if rule.moves == "slots"} == {
+        "rmsprop",
+        "rmsprop_centered",
+        "nadam",
+    } | {
+        "torch_rmsprop",
+        "torch_rmsprop_centered",
+        "torch_adadelta",
+        "optax_rmsprop",
+        "optax_rmsprop_centered",
+    }
 
 
-@pytest.mark.parametrize("name", [*ROWS, "adam"])
+def test_weight_decay_moves_every_row_unless_the_optimizer_is_lazy() -> None:
+    decaying = {name for name, rule in RULES.items() if rule.decays}
+    assert decaying == {name for name, rule in RULES.items() if name.startswith("torch") and rule.moves != "all"} - {
+        "torch_sparse_adam"
+    }
+    for name in decaying:
+        assert RULES[name].moving(HYPERPARAMETERS) == "all"
+        assert RULES[name].moving(HYPERPARAMETERS | {"weight_decay": 0.0}) == RULES[name].moves
+        assert RULES[name].moving(HYPERPARAMETERS | {"lazy": 1.0}) == "rows"
+
+
+@pytest.mark.parametrize("name", [*ROWS, *ROWS_OF_OTHERS, "adam"])
 def test_the_work_is_that_of_the_named_rows(name: str) -> None:
     rule = RULES[name]
     table = np.ones((100_000, 4), np.float32)

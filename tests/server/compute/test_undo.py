@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,13 +21,14 @@ import pytest
 from tests.server.compute.test_executor import Bytes, at
 
 from cs_proto.arrays import array_of
+from cs_proto.frozen import with_changes
 from cs_proto.messages import WriteOp
 from cs_server.compute import executor, jit, kernels, undo
 from cs_server.compute import sparse as sparse_updates
 from cs_server.compute.executor import Executor
 from cs_server.compute.undo import UNDO_NBYTES, Lane, Undo
-from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
-from cs_server.rules import RULES, Rule
+from cs_server.events import Apply, Commit, Dense, Fill, Rows, Update, Write
+from cs_server.rules import RULES, Rule, summed
 
 Operation = Apply | Write | Fill
 GIVEN = {
@@ -76,7 +77,7 @@ class Fuse:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything consists of many pieces, and of as many shares as there are threads."""
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(executor, "_ELEMENTS_PER_CUT", 4)
@@ -85,9 +86,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(executor, "KEPT_NBYTES", SMALL)
     monkeypatch.setattr(sparse_updates, "KEPT_NBYTES", SMALL)
     monkeypatch.setattr(sparse_updates, "_PIECE", 16)
-    executor._shares.cache_clear()
-    yield
-    executor._shares.cache_clear()
 
 
 class InPython:
@@ -101,7 +99,7 @@ class InPython:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Have every update done by Python."""
         replaced = {"_done": jit._done.py_func, "_foresee": lambda *_: None, "_share": share}
-        replaced |= {"_elements": elements, "_addends": addends}
+        replaced |= {"_elements": elements, "_addends": addends, "_scaled": sums}
         replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
         for name, function in replaced.items():
             patch.setattr(jit, name, function)
@@ -135,7 +133,7 @@ class InPython:
                     loop(*where, memory, written, tuple(numbers), chunk, progress, area, scratch)
                 else:
                     loop = jit.dense(piece)
-                    loop(*given[:last], written, tuple(numbers), len(scratch), progress, area, scratch)
+                    loop(*given[:last], written, tuple(numbers), len(scratch) // 2, progress, area, scratch)
 
             return run
 
@@ -152,6 +150,12 @@ def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> A
     for array in firsts:
         total += array
     return total, last
+
+
+def sums(addresses: Any, like: Any, scale: Any, scratch: Any, start: int, stop: int) -> Any:
+    gradients = [elements(address, like, like.size)[start:stop] for address in addresses]
+    total = summed(gradients, scale[:-1].tolist(), like.dtype) * scale[-1]
+    return np.full(stop - start, -0.0, like.dtype), total
 
 
 plain_share = jit._share.py_func
@@ -272,7 +276,44 @@ def dense(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple
     names = ["w", *slots, "g0", "g1"]
     memory = Bytes(**dict(zip(names, arrays(dtype, len(names), 150), strict=True)))
     part = Dense(dtype, ((1, 90), (97, 149)), "w", slots, ("g0", "g1"))
-    return memory, (Apply(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)
+    return memory, (Apply((Update(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)),)
+
+
+def together(**bounds: float) -> tuple[Bytes, tuple[Operation, ...]]:
+    """Steps of several optimizers in one apply: of compiled rules and the reference, of two dtypes and of rows."""
+    memory, (first,) = dense("adam", "float32")
+    taken = [first]
+    for rule, dtype, given in (("sgd", "float64", {}), ("adagrad", "float32", bounds), ("adam", "float16", {})):
+        other, (apply,) = dense(rule, dtype, given)
+        prefix = f"{rule}_{dtype}_"
+        memory.segments |= {prefix + name: segment for name, segment in other.segments.items()}
+        taken.append(moved(apply, prefix))
+    other, (apply,) = sparse("adagrad", "float32", 5, {})
+    memory.segments |= {f"rows_{name}": segment for name, segment in other.segments.items()}
+    taken.append(moved(apply, "rows_"))
+    steps = tuple(update for apply in taken for update in apply.updates)
+    return memory, (Apply(steps, (), (0.25, 1.5), 0.75, 1e-6), first)
+
+
+def moved(apply: Apply, prefix: str) -> Apply:
+    """The same with other names of segments."""
+
+    def named(part: Any) -> Any:
+        names = {"parameters": prefix + part.parameters, "slots": tuple(prefix + slot for slot in part.slots)}
+        if isinstance(part, Dense):
+            names["gradients"] = tuple(prefix + name for name in part.gradients)
+        return with_changes(part, **names)
+
+    (update,) = apply.updates
+    return Apply(
+        (with_changes(update, dense=tuple(map(named, update.dense)), sparse=tuple(map(named, update.sparse))),)
+    )
+
+
+@WAYS
+@pytest.mark.parametrize("bounds", [{}, {"clipvalue": 0.5}], ids=str)
+def test_updates_of_several_optimizers(bounds: dict[str, float], threads: int, every: int) -> None:
+    survives(lambda: together(**bounds), threads, 3 * every)
 
 
 @WAYS
@@ -307,7 +348,7 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
         for _ in range(2)
     )
     part = Rows(dtype, 3, (height, width), "w", slots, gradients)
-    return memory, (Apply(rule, tuple((GIVEN | given).items()), 2, (), (part,)),)
+    return memory, (Apply((Update(rule, tuple((GIVEN | given).items()), 2, (), (part,)),)),)
 
 
 @WAYS
@@ -351,9 +392,10 @@ def everything() -> tuple[Bytes, tuple[Operation, ...]]:
     third, (fourth,) = written("scatter_add", "float64")
     memory.segments |= {f"other_{name}": segment for name, segment in other.segments.items()} | third.segments
     assert isinstance(second, Apply)
-    (part,) = second.sparse
+    (update,) = second.updates
+    (part,) = update.sparse
     part = Rows(part.dtype, part.first, part.shape, "other_w", tuple(f"other_{s}" for s in part.slots), part.gradients)
-    second = Apply(second.rule, second.hyperparameters, second.t, (), (part,))
+    second = Apply((Update(update.rule, update.hyperparameters, update.t, (), (part,)),))
     fill = Fill("other_w", "float32", 0, 3, 0.5)
     add = Write(at("w", 40, np.empty(7, np.float32)), "assign_add", None, (array_of(np.ones(7, np.float32)),))
     return memory, (first, add, first, second, fill, fourth, add)
@@ -410,7 +452,7 @@ KILLED = """
 import mmap, os, signal, sys
 import numpy as np
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Dense
+from cs_server.events import Apply, Commit, Dense, Update
 from cs_server.compute.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
 from tests.server.compute.test_executor import Bytes
 
@@ -430,8 +472,12 @@ head, lane = undo[:8].view(np.int64), undo[_HEAD_NBYTES : _HEAD_NBYTES + _LINE_N
 given = (("learning_rate", 0.1), ("beta_1", 0.9), ("beta_2", 0.99), ("epsilon", 1e-3))
 
 def commit(ticket):
-    part = Dense("float32", ((5, COUNT - 70),), "w", ("m", "v"), ("g", "g"))
-    return Commit(ticket, (Apply("adam", given, ticket, (part,)),))
+    def update(first, last, **changes):
+        part = Dense("float32", ((first, last),), "w", ("m", "v"), ("g", "g"))
+        return Update("adam", tuple((dict(given) | changes).items()), ticket, (part,))
+
+    several = update(5, COUNT // 3), update(COUNT // 3, COUNT - 70, learning_rate=0.2)
+    return Commit(ticket, (Apply(several, (), (0.25, 0.5)),))
 
 def serve(first):
     arithmetic = Executor(memory, 2, undo=undo)

@@ -138,7 +138,7 @@ class Replica:
                 return self._return("ValueError")
             point = MOVES[move](self.k, self.number)
             self.k += not isinstance(point, ReadPoint)
-            if isinstance(point, WAITED) or getattr(point, "checked", False) or getattr(point, "variables", ()):
+            if isinstance(point, WAITED) or getattr(point, "checked", False) or getattr(point, "needs_answer", False):
                 self.awaited = point
                 notes, self.notes = tuple(self.notes), []
                 self.asked = Ask(RUN, self.number, 1, notes, point, preserved=isinstance(point, PRESERVED))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.harness.playbook import (
     CONTROLLER,
@@ -93,6 +95,14 @@ def test_a_worker_has_the_second_set_of_gradients_made() -> None:
     book.on(asks_for_it, to(w(0), Located))
     assert {each.segment for each in book.resume() if isinstance(each, Allocate)} >= {s.segment for s in second}
     book.on(hears(w(0), Locate(6, (2,), 1)), to(w(0), Located))  # whole numbers have no gradients
+
+
+def test_no_worker_gets_a_place_for_the_dense_gradient_of_a_sparse_variable() -> None:
+    book = Playbook(1).begin().has(replace(spec("table", (2, 2)), sparse=True))
+    why = "'table' was made with sparse=True"
+    for buffers in (0, 1):
+        book.on(hears(w(0), Locate(5, (1,), buffers)), to(w(0), Refused, "cs.InvalidArgumentError", why))
+    book.on(hears(w(0), Locate(6, (1,), -1)), to(w(0), Located))
 
 
 def test_a_second_set_that_cannot_be_had_is_refused_to_who_asks() -> None:

@@ -25,10 +25,24 @@ STEPS = 5
 needs_gcc = pytest.mark.skipif(COMPILER is None, reason="no gcc here to compile the kernels as plain C")
 
 
-def pieces_of(ranges: Sequence[tuple[int, int]], arrays: Sequence[Array], *, moves: bool, factor: float) -> Array:
-    """A table for an update of these ranges of arrays: the variable, slots, gradients."""
+def pieces_of(
+    ranges: Sequence[tuple[int, int]],
+    arrays: Sequence[Array],
+    *,
+    moves: bool,
+    factor: float,
+    weights: Sequence[float] = (1.0,),
+) -> Array:
+    """A table for an update of these ranges of arrays: the variable, slots, gradients, and weights of these."""
+    factor_and_weights = np.array([factor, *weights], np.float64).view(np.int64)
     rows = [
-        [stop - start, moves, np.float64(factor).view(np.int64), *(a.ctypes.data + start * a.itemsize for a in arrays)]
+        [
+            stop - start,
+            moves,
+            factor_and_weights[0],
+            *(a.ctypes.data + start * a.itemsize for a in arrays),
+            *factor_and_weights[1:],
+        ]
         for start, stop in ranges
     ]
     return np.array(rows, np.int64)
@@ -54,7 +68,8 @@ def test_a_translated_rule_has_the_bits_of_the_reference(name: str, dtype: str) 
         parameters, *gradients = (np.clip(a, -4, 4).astype(dtype) for a in (parameters, *gradients))  # no overflow
     ranges = [(1, 300), (300, 301), (303, 1000)]
     expected = [array.copy() for array in (parameters, *slots)]
-    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=True, factor=1.0)
+    ones = [1.0] * len(gradients)
+    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=True, factor=1.0, weights=ones)
     for t in range(1, STEPS + 1):
         launch(rule, pieces, dtype, len(gradients), t)
         for start, stop in ranges:
@@ -80,12 +95,28 @@ def test_bound_factor_and_what_does_not_move() -> None:
 
 
 @needs_gcc
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_weights_and_a_factor_have_the_bits_of_the_reference(dtype: str) -> None:
+    rule = RULES["adam"]
+    parameters, slots, gradients = state_of(rule, 100, dtype, 4)
+    gradients[1][3] = np.nan  # its weight is 0
+    weights, factor = (0.3, 0.0, 1.0, 1 / 3), 0.7
+    expected = [array.copy() for array in (parameters, *slots)]
+    arrays = (parameters, *slots, *gradients)
+    launch(rule, pieces_of([(0, 100)], arrays, moves=True, factor=factor, weights=weights), dtype, 4, 1)
+    reference(rule, expected[0], gradients, tuple(expected[1:]), HYPERPARAMETERS, 1, (*weights, factor))
+    for found, wanted in zip((parameters, *slots), expected, strict=True):
+        assert_same_bits(found, wanted)
+    assert np.isfinite(parameters.astype("float64")).all()
+
+
+@needs_gcc
 def test_a_piece_without_a_gradient_is_one_of_zeros() -> None:
     rule = RULES["adam"]
     arrays = [np.full(3, v, "float64") for v in (1.0, 0.5, 0.25)]
     expected = [array.copy() for array in arrays]
     pieces = pieces_of([(0, 3)], (*arrays, np.zeros(3)), moves=True, factor=1.0)
-    pieces[:, -1] = 0
+    pieces[:, -2] = 0
     launch(rule, pieces, "float64", 1, 2)
     reference(rule, expected[0], [np.zeros(3)], tuple(expected[1:]), HYPERPARAMETERS, 2)
     for found, wanted in zip(arrays, expected, strict=True):
@@ -99,7 +130,8 @@ def test_squares_copy_and_fill(dtype: str) -> None:
     gradients = [random.standard_normal(1000).astype(dtype) for _ in range(2)]
     kernels, number = compiled(codegen.loops(dtype)), computed_in(dtype).type
     ranges = [(0, 10), (10, 700), (700, 1000)]
-    rows = [[stop - start, *(g.ctypes.data + start * g.itemsize for g in gradients)] for start, stop in ranges]
+    ones = np.ones(2).view(np.int64)
+    rows = [[stop - start, *(g.ctypes.data + start * g.itemsize for g in gradients), *ones] for start, stop in ranges]
     pieces, threads = np.array(rows, np.int64), 8
     partial, sums = np.zeros((3, threads)), np.zeros(3)
     kernels["squares"]((3,), (threads,), (pieces.ctypes.data, np.int32(2), number(1.5), partial.ctypes.data))
@@ -154,7 +186,7 @@ def test_what_cannot_be_translated_is_named(step: str) -> None:
 def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`, and halves
     are converted by instructions that the assembler knows."""
-    sources = [codegen.loops(dtype), *(codegen.update(rule, dtype) for rule in RULES.values())]
+    sources = [codegen.loops(dtype), *dict.fromkeys(codegen.update(rule, dtype) for rule in RULES.values())]
     file = tmp_path / "kernels.cu"
     file.write_text("".join(f"namespace n{i} {{\n{source}}}\n" for i, source in enumerate(sources)))
     assert NVCC is not None

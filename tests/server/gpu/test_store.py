@@ -19,7 +19,7 @@ from cs_proto.segment_names import JOURNAL
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute import kernels
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
+from cs_server.events import Apply, Commit, Dense, Fill, Rows, Update, Write
 from cs_server.gpu import blocks, cuda, staging, store, updates
 from cs_server.gpu import memory as gpu_memory
 from cs_server.gpu.dirty_ranges import Change
@@ -155,9 +155,10 @@ class Both:
         """The kernels that these need, as the first apply of a set of variables has them loaded."""
         for each in operations:
             if isinstance(each, Apply):
-                for part in (*each.dense, *each.sparse):
-                    if part.dtype in GPU_DTYPES:
-                        self.gpu.load_kernel(each.rule, part.dtype)
+                for update in each.updates:
+                    for part in (*update.dense, *update.sparse):
+                        if part.dtype in GPU_DTYPES:
+                            self.gpu.load_kernel(update.rule, part.dtype)
 
     def mirrored(self) -> None:
         """Have the mirror hold slots too."""
@@ -237,7 +238,7 @@ def table(
 
 
 def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t: int = 1, **given: float) -> Apply:
-    return Apply(rule, tuple((HYPERPARAMETERS | given).items()), t, tuple(dense), tuple(sparse))
+    return Apply((Update(rule, tuple((HYPERPARAMETERS | given).items()), t, tuple(dense), tuple(sparse)),))
 
 
 # --- commits ----------------------------------------------------------------------------------------------------------
@@ -515,7 +516,7 @@ def test_the_mirror_is_copied_from_page_locked_memory_while_kernels_run(gpus: St
     after = gpus.cupy.counts()
     counted = {name: after[name] - before[name] for name in after}
     assert counted["device_to_host_nbytes"] == 3 * 4 * (50 + 136)
-    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2)  # the table of two pieces
+    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2 * 2)  # the table of two pieces
     assert (counted["launches"], counted["allocated_nbytes"]) == (1, 0)
     both.close()
     assert gpus.cupy.counts()["page_locked_nbytes"] == 0

@@ -10,6 +10,7 @@ import pytest
 from tests.worker.stand_in import Sent, Service, points
 
 import central_storage as cs
+from central_storage.core.backends import Combining, Group
 from cs_proto import messages
 from cs_proto.arrays import Location, array_of
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError
@@ -34,7 +35,7 @@ class Model:
         run = self.service.run(lambda: optimizer.apply_gradients([(np.zeros(v.shape, F32), v) for v in variables]))
         for replica in range(self.service.replicas):
             asked = self.service.asked(replica)
-            self.service.answer(replica, messages.Accepted(run, asked.point.k, 70 + self.optimizer_number))
+            self.service.answer(replica, messages.Accepted(run, asked.point.k, (70 + self.optimizer_number,)))
             self.service.returned(replica)
         return (optimizer, *variables)
 
@@ -57,7 +58,7 @@ def test_read_compute_apply_return_is_one_message(alone: Service) -> None:
     returned = alone.returned()
     (note,) = returned.notes
     assert isinstance(note, messages.ApplyPoint)
-    assert (note.k, note.variables, returned.count) == (0, (), 1)
+    assert (note.k, note.updates[0].variables, returned.count) == (0, (), 1)
     assert note.site.startswith(__file__)
     assert returned.run == run
     assert np.array_equal(alone.gradient(0, note.buffers, v._cs_handle()[1]), np.full(4, 2, F32))
@@ -74,13 +75,15 @@ def test_the_first_apply_of_a_set_is_asked(alone: Service) -> None:
     run = alone.run(step, -1)
     asked = alone.asked()
     assert isinstance(asked.point, messages.ApplyPoint)
-    assert (asked.point.variable_set, asked.point.variables) == (0, tuple(sorted(model.numbers)))
-    alone.answer(0, messages.Accepted(run, 0, 41))
+    (update,) = asked.point.updates
+    assert (update.variable_set, update.variables) == (0, tuple(sorted(model.numbers)))
+    alone.answer(0, messages.Accepted(run, 0, (41,)))
     assert kinds(alone.returned()) == [[]]
     alone.run(step, 1)  # in another order it is the same set
     (note,) = alone.returned().notes
     assert isinstance(note, messages.ApplyPoint)
-    assert (note.variable_set, note.variables) == (41, ())
+    (update,) = note.updates
+    assert (update.variable_set, update.variables) == (41, ())
 
 
 def test_notes_travel_with_the_next_question(pair: Service) -> None:
@@ -349,8 +352,9 @@ def test_a_point_that_fails_alone_leaves_the_rest(alone: Service) -> None:
     alone.answer(0, messages.PointFailed(run, 0, error_of(MemoryPlanError("slots do not fit")), False))
     again = alone.asked()
     assert isinstance(again.point, messages.ApplyPoint)
-    assert (again.point.k, again.point.variable_set, again.point.buffers) == (1, 0, 0)  # the buffers are free again
-    alone.answer(0, messages.Accepted(run, 1, 3))
+    assert (again.point.k, again.point.updates[0].variable_set) == (1, 0)
+    assert again.point.buffers == 0  # they are free again
+    alone.answer(0, messages.Accepted(run, 1, (3,)))
     assert alone.result() == "slots do not fit"
 
 
@@ -371,7 +375,8 @@ def test_a_gradient_that_does_not_fit_is_refused_before_anything_is_noted(
     alone.run(lambda: optimizer.apply_gradients([(gradient, v)]))
     with pytest.raises(InvalidArgumentError, match=message):
         alone.result()
-    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(gradient, v.number)], [], "x:1"))
+    step = lambda: [Group(number, [(gradient, v.number)], [])]  # noqa: E731
+    alone.run(lambda: cs.get_replica_context().backend.apply(step(), Combining(), "x:1"))
     returned = alone.returned()
     assert (returned.notes, returned.count) == ((), 0)
     assert returned.error is not None
@@ -383,7 +388,8 @@ def test_the_remedy_for_a_dtype_is_named(alone: Service) -> None:
     _, v = model.known()
     number = model.optimizer_number
     wide = np.ones(4)
-    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(wide, v.number)], [], "x:1"))
+    step = lambda: [Group(number, [(wide, v.number)], [])]  # noqa: E731
+    alone.run(lambda: cs.get_replica_context().backend.apply(step(), Combining(), "x:1"))
     with pytest.raises(InvalidArgumentError, match=r"convert it with astype\('float32'\)"):
         alone.result()
 
@@ -404,11 +410,12 @@ def test_sparse_gradients_lie_in_the_arena_in_the_order_of_variables(alone: Serv
     run = alone.run(step)
     point = alone.asked().point
     assert isinstance(point, messages.ApplyPoint)
-    assert (point.buffers, [gradient.variable for gradient in point.sparse]) == (0, sorted(point.variables))
-    alone.answer(0, messages.Accepted(run, 0, 1))
+    (update,) = point.updates
+    assert (point.buffers, [gradient.variable for gradient in update.sparse]) == (0, sorted(update.variables))
+    alone.answer(0, messages.Accepted(run, 0, (1,)))
     alone.result()
-    one, three = point.sparse
-    assert {array.place.segment for g in point.sparse for array in (g.values, g.indices)} == {"arena/0"}  # type: ignore[union-attr]
+    one, three = update.sparse
+    assert {array.place.segment for g in update.sparse for array in (g.values, g.indices)} == {"arena/0"}  # type: ignore[union-attr]
     assert (alone.copy(one.values).tolist(), alone.copy(one.indices).tolist()) == ([1.0], [1])
     assert (alone.copy(three.values).tolist(), alone.copy(three.indices).tolist()) == ([[7, 7]] * 3, [2, 0, 2])
     assert three.indices.dtype == "int64"
@@ -538,7 +545,7 @@ def test_buffers_are_told_apart_however_often_their_variables_were_met(alone: Se
     for value in (1, 2):
         alone.run(step, value)
         if how == "some" and value == 1:
-            alone.answer(0, messages.Accepted(alone.asked().run, 0, 2))
+            alone.answer(0, messages.Accepted(alone.asked().run, 0, (2,)))
         returned = alone.returned()
         assert returned.value is not None
         assert alone.decode(returned.value) == [False, False]

@@ -257,7 +257,7 @@ def test_a_constraint_follows_the_update(alone: Service) -> None:
     optimizer: Any = Sent("optimizer", alone.add_optimizer())
     v._cs_code = lambda: np.abs
     run = alone.run(lambda: optimizer.apply_gradients([(np.ones(3, F32), v)]))
-    alone.answer(0, messages.Accepted(run, alone.asked().point.k, 71))
+    alone.answer(0, messages.Accepted(run, alone.asked().point.k, (71,)))
     asked = alone.asked()
     assert isinstance(asked.point, messages.MergeCallPoint)
     alone.value(v._cs_handle()[1])[...] = [-1, 2, -3]

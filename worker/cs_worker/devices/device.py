@@ -6,7 +6,7 @@ parameters themselves; :mod:`.gpu` implements a replica on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -55,6 +55,9 @@ class Device(Protocol):
 
     def view(self, number: int, parameters: gpu.Parameters) -> Any:
         """A variable's value, read-only. On a GPU it is a copy, which is replaced when the variable has changed."""
+
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Copy these variables anew when they are next read, because the function may have written to its copies."""
 
     def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> Any:
         """A copy of some rows of a variable; only these rows are copied to the device. ``rows`` is int64 of any shape,
@@ -117,6 +120,9 @@ class _Host:
 
     def view(self, number: int, parameters: gpu.Parameters) -> np.ndarray:
         return parameters.view(number)
+
+    def restore(self, numbers: Iterable[int]) -> None:
+        pass
 
     def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> np.ndarray:
         return np.take(parameters.view(number), rows, axis=0)  # three times as fast as indexing

@@ -10,7 +10,7 @@ message that lets others write memory that is still read here, or read memory th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -151,6 +151,10 @@ class Gpu:
         if copy is None or copy.version != parameters.version(number):
             copy = self._start_copy(number, parameters, self._variable(number, parameters))
         return self._ready(copy)
+
+    def restore(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._copies.pop(number, None)
 
     def rows(self, number: int, rows: np.ndarray, parameters: Parameters) -> Any:
         cupy = self.array_module

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from central_storage.variables.checks import dense_refused
 from central_storage.variables.variable import Variable
 from central_storage.wire_values.value_codec import to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
-from cs_proto.errors import InvalidArgumentError, MemoryPlanError
+from cs_proto.errors import InvalidArgumentError, MemoryPlanError, VariableWrittenError
 from cs_proto.records import Record, replace
 from cs_proto.sizes import in_units
 from cs_runtime import machine
@@ -27,6 +28,8 @@ from cs_runtime.shared_memory.remote_segment import RemoteSegment, aligned
 from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_worker.devices.device import Device
 from cs_worker.session.conversation import Conversation
+
+from .written_pages import WrittenPages
 
 if TYPE_CHECKING:
     from central_storage.strategy.service_strategy import CentralStorageStrategy
@@ -66,6 +69,8 @@ class Catalogue:
         #: Views of the server's own memory, for a replica on a CPU: all that it has read since the last
         #: :meth:`preserve`.
         self.mapped: dict[int, np.ndarray] = {}
+        #: What this process has written in place to variables and arguments.
+        self.written = WrittenPages(lifeline, replica, self.name)
         # The mapping in which each view lies. After a segment was extended, older views lie in an older mapping.
         self._mapping_of: dict[int, Mapping] = {}
         #: Another object when some of them are no longer what they were.
@@ -118,6 +123,7 @@ class Catalogue:
         """Forget these variables and optimizers: their places may belong to others by now. The server refuses a request
         for one."""
         numbers = list(numbers)
+        self.written.forget(numbers)
         for optimizer in optimizers:
             self._handles.pop(("optimizer", optimizer), None)
         self.epoch = object()
@@ -259,6 +265,7 @@ class Catalogue:
                 self._views[number] = view
                 if self._device.is_host:
                     self._mapping_of[number] = segment
+                    self.written.show(segment, record)
                 elif not self.carries:
                     self._lock_slab(record.place.segment)
         return view
@@ -268,7 +275,8 @@ class Catalogue:
         pages become private copies at the same addresses, and the next read maps the segment again. If no view is held,
         nothing is copied.
 
-        Raises MemoryPlanError if there is no memory for that; then the views still show the server's memory.
+        Raises MemoryPlanError if there is no memory for that, and VariableWrittenError if something has written to the
+        variables: their pages would be kept as they are. Then the views still show the server's memory.
         """
         if not self.mapped:
             return
@@ -284,12 +292,34 @@ class Catalogue:
                 handle.forget_view()
         held = {number: base for number, ref in bases.items() if (base := ref()) is not None and base.nbytes}
         try:
+            self._look_at(mapping_of, held)
             while held:
                 self._preserve_in(mapping_of[next(iter(held))], mapping_of, held)
-        except MemoryPlanError:
+        except (MemoryPlanError, VariableWrittenError):
             self.mapped.update((number, base.reshape(shapes[number])) for number, base in held.items())
             self._mapping_of = {number: mapping_of[number] for number in held}
             raise
+
+    def _look_at(self, mapping_of: dict[int, Mapping], held: Iterable[int]) -> None:
+        """Look for writes in the mappings that are read no more after this: those of ``held``, and outgrown ones.
+        Raises VariableWrittenError."""
+        leaving = {mapping_of[number] for number in held}
+        leaving.update(each for each in mapping_of.values() if self._lifeline.segment(each.name) is not each)
+        for mapping in leaving:
+            self.written.look(mapping)
+        if (error := self.written.found) is not None:
+            raise error
+
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Show the server's values of these variables again, in the arrays that were read since the last
+        :meth:`preserve`, where this process has written to them."""
+        numbers = list(numbers)
+        self.written.restore(numbers)
+        for number in self._carried.keys() & set(numbers):
+            copy, array = self._carried[number], self.place(number).array
+            copy.flags.writeable = True
+            copy[...] = self._lifeline.segment_of(array).view(array)
+            copy.flags.writeable = False
 
     def _preserve_in(self, mapping: Mapping, mapping_of: dict[int, Mapping], held: dict[int, np.ndarray]) -> None:
         """Preserve the arrays that lie in one mapping, and remove them from ``held``, whose keys are variables."""
@@ -355,6 +385,8 @@ class Catalogue:
                 raise InvalidArgumentError(
                     f"variable {record.spec.name} is {record.spec.dtype}; only floating-point variables have gradients"
                 )
+            if record.spec.sparse:
+                raise dense_refused(record.spec.name)
             if buffers:
                 self._use_second_gradients(record)
             array, segment = self._gradient(record, buffers)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import optree
 
+from central_storage.core.backends import Combining, Group
 from central_storage.core.context import reading
 from central_storage.core.values import Shared, unshared
 from central_storage.core.variable_sets import Numbers
@@ -23,7 +24,7 @@ from central_storage.diagnostics.callers import call_site
 from central_storage.wire_values.value_codec import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
-from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError
+from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError, VariableWrittenError
 from cs_proto.failures import error_of
 from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record, replace
@@ -63,7 +64,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
 
 
 class Replica:
-    """The :class:`central_storage.core.backends.ReplicaBackend` of one run."""
+    """The :class:`central_storage.core.backends.ReplicaBackend` of one run: a facade of all that the function asks."""
 
     def __init__(self, shop: WorkerContext, run: Run, outer: Replica | None) -> None:
         """``outer`` is the replica that waits in a merge_call for this nested run."""
@@ -131,6 +132,31 @@ class Replica:
         self._held[id(value)] = value
 
     @_whole
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Give back what this process has written in place to these variables."""
+        shop = self._shop
+        numbers = list(numbers)
+        shop.catalogue.restore(numbers)
+        shop.device.restore(numbers)
+        for number in self._overlaid.keys() & set(numbers):
+            own = self._overlaid.pop(number)
+            own[...] = self._overlaid_value(number, self._unseen_of(number))
+            self._overlaid[number] = own
+            if not shop.device.is_host:
+                self._shown.pop(number, None)
+
+    @_whole
+    def protect(self, numbers: Iterable[int]) -> None:
+        """Make the memory in which this process reads these variables unwritable."""
+        self._shop.catalogue.written.protect(numbers)
+
+    @_whole
+    def refuse_written(self, sites: Mapping[int, str]) -> NoReturn:
+        """Raise the error about a write to these variables, by number, with the lines that wrote."""
+        self.restore(sites)
+        raise self._shop.catalogue.written.fail(sites)
+
+    @_whole
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's value; with what this replica noted to write to them."""
         self._commit_writes_of(number)
@@ -188,62 +214,64 @@ class Replica:
     # --- merge points -----------------------------------------------------------------------------------------
 
     @_whole
-    def apply(
-        self,
-        optimizer: int,
-        dense: Sequence[tuple[np.ndarray, int]],
-        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
-        site: str,
-    ) -> None:
-        """Note one optimizer step; the first of a set of variables is waited for, since it may not be possible."""
+    def apply(self, groups: Sequence[Group], combining: Combining, site: str) -> None:
+        """Note a step of each group's optimizer; the first of a set of variables is waited for, since it may not be
+        possible."""
         self._refuse_after_failure()
-        self._apply(optimizer, dense, sparse, self.buffers.fill(dense, self._commit) if dense else 0, site)
+        dense = [pair for group in groups for pair in group.dense]
+        buffers = self.buffers.fill(dense, self._commit) if dense else 0
+        parts = []
+        for optimizer, pairs, triples in groups:
+            rows = tuple(
+                messages.SparseGradient(number, self._placed(values), self._placed(indices))
+                for values, indices, number in sorted(triples, key=lambda triple: triple[2])
+            )
+            numbers = Numbers([number for *_, number in pairs] + [number for *_, number in triples])
+            parts.append((optimizer, numbers, rows))
+        self._bring_apply(parts, buffers, combining, site)
+        if dense:
+            self.buffers.note()
 
     @_whole
-    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
+    def apply_buffers(
+        self,
+        counts: tuple[tuple[int, int], ...],
+        gradients: Sequence[np.ndarray],
+        numbers: Numbers,
+        combining: Combining,
+        site: str,
+    ) -> bool:
         """As :meth:`apply`, where ``gradients`` are what was handed out last, for these variables; else nothing is done
         and False returned. They need no look one by one."""
         if not self.buffers.are_handed_out(gradients, numbers):
             return False
         self._refuse_after_failure()
-        self._bring_apply(optimizer, numbers, self.buffers.current, (), site)
+        self._bring_apply([(*each, ()) for each in numbers.divided(counts)], self.buffers.current, combining, site)
         self.buffers.note()
         return True
 
-    def _apply(
-        self,
-        optimizer: int,
-        dense: Sequence[tuple[np.ndarray, int]],
-        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
-        buffers: int,
-        site: str,
-    ) -> None:
-        rows = tuple(
-            messages.SparseGradient(number, self._placed(values), self._placed(indices))
-            for values, indices, number in sorted(sparse, key=lambda triple: triple[2])
-        )
-        numbers = Numbers([number for *_, number in dense] + [number for *_, number in sparse])
-        self._bring_apply(optimizer, numbers, buffers, rows, site)
-        if dense:
-            self.buffers.note()
-
     def _bring_apply(
         self,
-        optimizer: int,
-        numbers: Numbers,
+        parts: Sequence[tuple[int, Numbers, tuple[messages.SparseGradient, ...]]],
         buffers: int,
-        rows: tuple[messages.SparseGradient, ...],
+        combining: Combining,
         site: str,
     ) -> None:
-        variable_set = self._shop.variable_sets.get((optimizer, numbers.ascending))
-        if variable_set is None:
-            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers.ascending, buffers, rows)
+        known = self._shop.variable_sets
+        keys = [(optimizer, numbers.ascending) for optimizer, numbers, _ in parts]
+        updates = [
+            messages.OptimizerUpdate(optimizer, found, () if found else ascending, rows)
+            for (optimizer, ascending), (_, _, rows) in zip(keys, parts, strict=True)
+            for found in [known.get((optimizer, ascending), 0)]
+        ]
+        point = messages.ApplyPoint(self.count, site, tuple(updates), buffers, *combining)
+        if point.needs_answer:
             accepted = self._ask(point, messages.Accepted)
-            self._shop.variable_sets[optimizer, numbers.ascending] = accepted.variable_set
+            known.update(zip(keys, accepted.variable_sets, strict=True))
         else:
-            self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers, rows))
-        self._written = self._written | numbers.members if self._written else numbers.members
-        self._stepped.add(optimizer)
+            self._note(point)
+        self._written = self._written.union(*[numbers.members for _, numbers, _ in parts])
+        self._stepped.update([optimizer for optimizer, _, _ in parts])
 
     @_whole
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
@@ -435,7 +463,7 @@ class Replica:
         that fails, the run is over for this replica, and it does not wait for its answer."""
         try:
             self._shop.catalogue.preserve()
-        except MemoryPlanError as error:
+        except (MemoryPlanError, VariableWrittenError) as error:
             self._failed = raised_error(error, self.replica, self.count, self._shop.arena)
             raise
 

@@ -123,10 +123,10 @@ def variable_set(
     return made, fills
 
 
-def slot_segments(server: State, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
-    """The segments of the slots of an optimizer beside variables of ``dtype``."""
+def slot_segments(server: State, optimizer: Optimizer, slab: str) -> tuple[str, ...]:
+    """The segments of the slots of an optimizer beside the variables of a slab."""
     seat = server.tables.seats[optimizer.number].number
-    return tuple(segment_names.slots(seat, slot, dtype) for slot in SLOTS[optimizer.rule])
+    return tuple(segment_names.slots(seat, slot, slab) for slot in SLOTS[optimizer.rule])
 
 
 def free(
@@ -178,7 +178,7 @@ def _drop_slots(server: State, optimizer: int, number: int, slots: SlotNames) ->
     tables, variable = server.tables, server.tables.variables[number]
     first, last = variable.place.offset, variable.place.offset + variable.array.nbytes
     for slot in slots.names if last > first else ():
-        segment = segment_names.slots(tables.seats[optimizer].number, slot, variable.spec.dtype)
+        segment = segment_names.slots(tables.seats[optimizer].number, slot, slabs.slab_of(variable.spec))
         server.out.append(Discard(segment, first, last))
     del tables.slots[optimizer, number]
 
@@ -210,7 +210,8 @@ def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str
     record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
     fills = _add_slots(server, record, (number,), ())
     found = variables.row(server, number)
-    places = (Location(name, found.place.offset) for name in slot_segments(server, record, found.spec.dtype))
+    segments = slot_segments(server, record, slabs.slab_of(found.spec))
+    places = (Location(segment, found.place.offset) for segment in segments)
     arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
     return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
 
@@ -239,31 +240,34 @@ def _add_slots(
     names = SLOTS[optimizer.rule]
     missing = [variables.row(server, v) for v in numbers if (optimizer.number, v) not in server.tables.slots]
     touched = {number for _, number in server.tables.slots}
-    idle = [v for v in missing if v.spec.trainable and v.number not in touched]
+    idle = [v for v in missing if v.number not in touched]
     slabs.check_plan(
         server,
         _described(optimizer),
         sum(len(names) * variable.array.nbytes for variable in missing),
         f"for the slots {', '.join(names)} of {len(missing)} variables",
-        touched_nbytes=sum(variable.array.nbytes for variable in idle),
+        touched_nbytes=sum(slabs.gradient_nbytes(variable.spec, variable.array.nbytes) for variable in idle),
         device_nbytes=sum(len(names) * slabs.on_device(server, v.spec.dtype, v.array.nbytes) for v in missing),
     )
     initial = RULES[optimizer.rule].initial(dict(optimizer.hyperparameters))
     fills: list[SlotFill] = []
     needed: list[Allocate] = []
     for variable in missing:
-        dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
-        reservation = server.tables.slabs[dtype].reservation
-        for segment, value in zip(slot_segments(server, optimizer, dtype), initial, strict=True):
-            is_lazy = variable.number in sparse and value == 0
+        spec, nbytes, offset = variable.spec, variable.array.nbytes, variable.place.offset
+        slab = slabs.slab_of(spec)
+        reservation = server.tables.slabs[slab].reservation
+        for segment, value in zip(slot_segments(server, optimizer, slab), initial, strict=True):
+            is_lazy = (spec.sparse or variable.number in sparse) and value == 0
             needed.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
             if nbytes:
                 first, last = slabs.elements(variable)
-                fills.append(SlotFill(segment, dtype, first, last, float(value), is_lazy))
+                fills.append(SlotFill(segment, spec.dtype, first, last, float(value), is_lazy))
     slabs.allocate(server, f"the slots of {_described(optimizer)}", needed)
     for variable in idle:
-        slab = server.tables.slabs[variable.spec.dtype]
-        server.tables.slabs[variable.spec.dtype] = replace(slab, idle_nbytes=slab.idle_nbytes - variable.array.nbytes)
+        slab = slabs.slab_of(variable.spec)
+        before = server.tables.slabs[slab]
+        left = before.idle_nbytes - slabs.gradient_nbytes(variable.spec, variable.array.nbytes)
+        server.tables.slabs[slab] = replace(before, idle_nbytes=left)
     for variable in missing:
         server.tables.slots[optimizer.number, variable.number] = SlotNames(names)
     return tuple(fills)

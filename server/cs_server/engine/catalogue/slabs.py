@@ -2,7 +2,8 @@
 
 A slab holds the variables of one dtype one after the other, in a reservation of addresses of which only touched pages
 take memory. If a variable does not fit, the slab is extended and nothing moves. Slots and gradient buffers are segments
-of their own with the slab's offsets. Every function that can refuse does so before it changes anything.
+of their own with the slab's offsets. Sparse variables have slabs of their own, without gradient buffers. Every
+function that can refuse does so before it changes anything.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from cs_proto import segment_names
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError, MemoryPlanError, replica_exception_class
-from cs_proto.messages import Variable
+from cs_proto.messages import Variable, VariableSpec
 from cs_proto.records import replace
 from cs_proto.sizes import in_units
 from cs_server.engine.store.address_budget import pages
@@ -27,9 +28,9 @@ from cs_server.rules import GPU_DTYPES
 _ALIGNMENT = 64
 
 
-def extended(server: State, what: str, dtype: str, slab: Slab, end: int) -> tuple[int, list[Allocate]]:
-    """The reservation of a slab that ends at byte ``end``, and the commands that extend its segments if they are too
-    short.
+def extended(server: State, what: str, name: str, slab: Slab, end: int) -> tuple[int, list[Allocate]]:
+    """The reservation of the slab called ``name`` that ends at byte ``end``, and the commands that extend its segments
+    if they are too short.
 
     Every process maps an extended segment again, so the length is doubled if possible; otherwise it becomes as long as
     needed. Raises MemoryPlanError if even that is impossible.
@@ -41,11 +42,11 @@ def extended(server: State, what: str, dtype: str, slab: Slab, end: int) -> tupl
         nbytes = end - slab.tail
         raise MemoryPlanError(
             f"{what}: {nbytes} bytes planned{in_units(nbytes)}, but only {longest - slab.tail} of the {longest} "
-            f"bytes of addresses{in_units(longest)} for {dtype} variables are available; use smaller or "
+            f"bytes of addresses{in_units(longest)} for {name} variables are available; use smaller or "
             "fewer variables"
         )
     # All segments of the slab are extended at once: a commit that reads gradients cannot extend one.
-    segments = list(segments_of(server, dtype, slab.gradient_sets))
+    segments = list(segments_of(server, name, slab.gradient_sets))
     best = min(longest, max(server.config.addresses.slab, 2 * slab.reservation, pages(end)))
     needed = [Allocate(segment, best, writer, end, end) for segment, writer in segments]
     if not any(each in server.refused for each in needed):
@@ -59,7 +60,7 @@ def use_second_gradients(server: State, dtypes: Iterable[str]) -> None:
     fit."""
     for dtype in dict.fromkeys(dtypes):
         slab = server.tables.slabs[dtype]
-        if is_optimizable(dtype) and slab.gradient_sets < 2:
+        if slab.gradient_sets == 1:
             needed = [
                 Allocate(
                     segment_names.gradients(replica, 1, dtype), slab.reservation, f"w{replica}", slab.tail, slab.tail
@@ -70,29 +71,29 @@ def use_second_gradients(server: State, dtypes: Iterable[str]) -> None:
             server.tables.slabs[dtype] = replace(slab, gradient_sets=2)
 
 
-def hole_for(server: State, dtype: str, room: int) -> int | None:
+def hole_for(server: State, slab: str, room: int) -> int | None:
     """Where the smallest hole of at least ``room`` bytes begins; of equal ones the first. None if there is none."""
-    fitting = [(h.nbytes, at) for (of, at), h in server.tables.holes.items() if of == dtype and h.nbytes >= room > 0]
+    fitting = [(h.nbytes, at) for (of, at), h in server.tables.holes.items() if of == slab and h.nbytes >= room > 0]
     return min(fitting)[1] if fitting else None
 
 
 def give_back(server: State, variable: Variable, *, is_idle: bool) -> None:
     """Turn the bytes of a variable into a hole, merged with the holes beside it. ``is_idle``: no optimizer has touched
     it."""
-    dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
-    slab = server.tables.slabs[dtype]
+    name, nbytes, offset = slab_of(variable.spec), variable.array.nbytes, variable.place.offset
+    slab = server.tables.slabs[name]
     if nbytes:
-        for segment, _ in segments_of(server, dtype, slab.gradient_sets):
+        for segment, _ in segments_of(server, name, slab.gradient_sets):
             server.out.append(Discard(segment, offset, offset + nbytes))
     holes, room = server.tables.holes, room_of(nbytes)
     for other, hole in holes.items():
-        if other[0] == dtype and room and (other[1] + hole.nbytes == offset or other[1] == offset + room):
+        if other[0] == name and room and (other[1] + hole.nbytes == offset or other[1] == offset + room):
             offset, room = min(offset, other[1]), room + hole.nbytes
             del holes[other]
     if room:  # at the tail, too: what lies beyond the tail is zero
-        holes[dtype, offset] = Hole(room)
-    idle_nbytes = nbytes if is_idle and variable.spec.trainable and is_optimizable(dtype) else 0
-    server.tables.slabs[dtype] = replace(slab, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes)
+        holes[name, offset] = Hole(room)
+    idle_nbytes = gradient_nbytes(variable.spec, nbytes) if is_idle else 0
+    server.tables.slabs[name] = replace(slab, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes)
 
 
 def parameter_nbytes(server: State) -> int:
@@ -112,24 +113,24 @@ def allocations(server: State) -> list[Allocate]:
     """Every segment that a restarted server opens again."""
     made = [
         Allocate(segment, slab.reservation, writer)
-        for dtype, slab in server.tables.slabs.items()
-        for segment, writer in segments_of(server, dtype, slab.gradient_sets)
+        for name, slab in server.tables.slabs.items()
+        for segment, writer in segments_of(server, name, slab.gradient_sets)
     ]
     names = {
-        (segment_names.slots(server.tables.seats[optimizer].number, slot, dtype), dtype)
+        (segment_names.slots(server.tables.seats[optimizer].number, slot, name), name)
         for (optimizer, variable), slots in server.tables.slots.items()
         for slot in slots.names
-        for dtype in [server.tables.variables[variable].spec.dtype]
+        for name in [slab_of(server.tables.variables[variable].spec)]
     }
-    return made + [Allocate(name, server.tables.slabs[dtype].reservation, "") for name, dtype in sorted(names)]
+    return made + [Allocate(segment, server.tables.slabs[name].reservation, "") for segment, name in sorted(names)]
 
 
 def discards(server: State) -> list[Discard]:
     """The bytes between variables, which the server before may not have given back."""
     return [
         Discard(segment, offset, offset + hole.nbytes)
-        for (dtype, offset), hole in server.tables.holes.items()
-        for segment, _ in segments_of(server, dtype, server.tables.slabs[dtype].gradient_sets)
+        for (name, offset), hole in server.tables.holes.items()
+        for segment, _ in segments_of(server, name, server.tables.slabs[name].gradient_sets)
     ]
 
 
@@ -137,8 +138,8 @@ def loads(server: State) -> list[Load]:
     """What a restarted server brings to the GPU; nothing if no variables lie there."""
     places = [variable.array for variable in server.tables.variables.values()]
     for (optimizer, number), slots in server.tables.slots.items():
-        array = server.tables.variables[number].array
-        names = [segment_names.slots(server.tables.seats[optimizer].number, s, array.dtype) for s in slots.names]
+        array, slab = server.tables.variables[number].array, slab_of(server.tables.variables[number].spec)
+        names = [segment_names.slots(server.tables.seats[optimizer].number, s, slab) for s in slots.names]
         places += [replace(array, place=Location(name, offset_of(array))) for name in names]
     return [
         Load(array.place.segment, offset_of(array), offset_of(array) + array.nbytes)
@@ -147,13 +148,12 @@ def loads(server: State) -> list[Load]:
     ]
 
 
-def segments_of(server: State, dtype: str, gradient_sets: int) -> Iterator[tuple[str, str]]:
+def segments_of(server: State, slab: str, gradient_sets: int) -> Iterator[tuple[str, str]]:
     """The segments of a slab, slots excepted, each with the name of its writer."""
-    yield segment_names.parameters(dtype), ""
-    if is_optimizable(dtype):
-        for replica in server.replicas:
-            for buffers in range(gradient_sets):
-                yield segment_names.gradients(replica, buffers, dtype), f"w{replica}"
+    yield segment_names.parameters(slab), ""
+    for replica in server.replicas:
+        for buffers in range(gradient_sets):
+            yield segment_names.gradients(replica, buffers, slab), f"w{replica}"
 
 
 def allocate(server: State, what: str, needed: Sequence[Needed]) -> None:
@@ -191,16 +191,31 @@ def check_plan(
             f"{in_units(promised)} to gradient buffers of other variables, {available} bytes available"
             f"{in_units(available)}; use smaller or fewer variables, fewer replicas, or "
             "give the service more memory; a table that gets sparse gradients only needs no gradient buffers if it "
-            "is made with trainable=False"
+            "is made with sparse=True"
         )
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
 
 
-def is_optimizable(dtype: str) -> bool:
-    """Whether variables of ``dtype`` may have gradients."""
-    return np.dtype(dtype).kind in "fc"
+def slab_of(spec: VariableSpec) -> str:
+    """The name of the slab in which a variable lies."""
+    return segment_names.slab(spec.dtype, sparse=spec.sparse)
+
+
+def new_slab(spec: VariableSpec) -> Slab:
+    """The slab of such variables before the first one is made."""
+    return Slab(0, 0, 0, 0, gradient_sets=int(_has_gradients(spec)))
+
+
+def gradient_nbytes(spec: VariableSpec, nbytes: int) -> int:
+    """Bytes that each replica may need for the dense gradient of a variable of ``nbytes``."""
+    return nbytes if spec.trainable and _has_gradients(spec) else 0
+
+
+def _has_gradients(spec: VariableSpec) -> bool:
+    """Whether variables of this slab may have dense gradients."""
+    return np.dtype(spec.dtype).kind in "fc" and not spec.sparse
 
 
 def room_of(nbytes: int) -> int:

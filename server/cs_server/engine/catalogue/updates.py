@@ -4,63 +4,149 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
+from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.messages import ApplyPoint, Optimizer
+from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate
 from cs_proto.ranges import merged
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
-from cs_server.events import Apply, Dense, Rows
+from cs_server.events import Apply, Dense, Rows, Update
 
 from . import optimizers, slabs, variables
 
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
-    """Raise InvalidArgumentError if a sparse gradient does not fit its variable, or its variable is not in the set, or
-    gradients lie in a second set of buffers that does not exist."""
+    """Raise InvalidArgumentError if two optimizers update one variable, if a sparse gradient does not fit its variable,
+    or its variable is not in the set, if a sparse variable has a dense gradient, or if gradients lie in a second set of
+    buffers that does not exist."""
     for point in points:
+        if len(point.updates) > 1:
+            _check_apart(server, point)
+        for update in point.updates:
+            _check_sparse(server, update)
         if point.buffers % 2:
             _check_second(server, point)
-        for gradient in point.sparse:
-            spec, values = variables.row(server, gradient.variable).spec, gradient.values
-            if gradient.variable not in (point.variables or server.tables.sets[point.variable_set].variables):
-                raise InvalidArgumentError(
-                    f"the update has a sparse gradient of {spec.name!r}, but does not name this variable"
-                )
-            if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
-                raise InvalidArgumentError(
-                    f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
-                    f"variable is {spec.dtype}{list(spec.shape)}"
-                )
+        for update in point.updates:
+            for gradient in update.sparse:
+                spec, values = variables.row(server, gradient.variable).spec, gradient.values
+                if gradient.variable not in members(server, update):
+                    raise InvalidArgumentError(
+                        f"the update has a sparse gradient of {spec.name!r}, but does not name this variable"
+                    )
+                if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
+                    raise InvalidArgumentError(
+                        f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
+                        f"variable is {spec.dtype}{list(spec.shape)}"
+                    )
 
 
-def _check_second(server: State, point: ApplyPoint) -> None:
-    missing = [dtype for dtype, slab in server.tables.slabs.items() if slab.gradient_sets < 2]
-    if not missing:
+def members(server: State, update: OptimizerUpdate) -> tuple[int, ...]:
+    """The numbers of the variables that an optimizer updates."""
+    return update.variables or server.tables.sets[update.variable_set].variables
+
+
+def _check_apart(server: State, point: ApplyPoint) -> None:
+    known = tuple([update.variable_set for update in point.updates])
+    if known in server.index.apart:
         return
-    sparse = {gradient.variable for gradient in point.sparse}
-    for number in point.variables or server.tables.sets[point.variable_set].variables:
+    owners: dict[int, int] = {}
+    for update in point.updates:
+        for number in members(server, update):
+            owner = owners.setdefault(number, update.optimizer)
+            if owner != update.optimizer:
+                raise InvalidArgumentError(
+                    f"optimizers {owner} and {update.optimizer} both update variable "
+                    f"{variables.row(server, number).spec.name!r} in one apply; give it to one of them"
+                )
+    if all(known):
+        server.index.apart.add(known)
+
+
+def _check_sparse(server: State, update: OptimizerUpdate) -> None:
+    named = {gradient.variable for gradient in update.sparse}
+    sparse = update.variables or server.index.sparse_of[update.variable_set]
+    check_dense(server, [number for number in sparse if number not in named])
+
+
+def check_dense(server: State, numbers: Iterable[int]) -> None:
+    """Raise InvalidArgumentError if one of these variables cannot have a dense gradient."""
+    for number in numbers:
         spec = variables.row(server, number).spec
-        if number not in sparse and spec.dtype in missing:
+        if spec.sparse:
             raise InvalidArgumentError(
-                f"the gradient of {spec.name!r} is said to lie in the second set of buffers, but no Locate asked "
-                f"for that of {spec.dtype} variables"
+                f"variable {spec.name!r} was made with sparse=True, so it has no gradient buffers: its gradient must "
+                "be IndexedSlices of its rows"
             )
 
 
-def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
-    """One step on a variable set. ``points`` say for every replica which of its gradient buffers it used, and where its
-    sparse gradients lie. ``steps_before`` counts this optimizer's earlier steps in the commit."""
+def _check_second(server: State, point: ApplyPoint) -> None:
+    missing = [dtype for dtype, slab in server.tables.slabs.items() if slab.gradient_sets == 1]
+    if not missing:
+        return
+    for update in point.updates:
+        sparse = {gradient.variable for gradient in update.sparse}
+        for number in members(server, update):
+            spec = variables.row(server, number).spec
+            if number not in sparse and spec.dtype in missing:
+                raise InvalidArgumentError(
+                    f"the gradient of {spec.name!r} is said to lie in the second set of buffers, but no Locate asked "
+                    f"for that of {spec.dtype} variables"
+                )
+
+
+def apply(
+    server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], steps_before: Mapping[int, int]
+) -> Apply:
+    """One step of each optimizer of an apply. ``numbers`` are the sets of variables. ``points`` say for every replica
+    which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``steps_before``
+    counts the earlier steps of each optimizer in the commit."""
+    first = points[0]
+    buffers = tuple([point.buffers for point in points])
+    is_bounded = first.global_clipnorm is not None
+    updates = tuple(
+        [
+            _update(server, number, [point.updates[which] for point in points], buffers, steps_before, is_bounded)
+            for which, number in enumerate(numbers)
+        ]
+    )
+    updated = _together(tuple([server.tables.sets[number].variables for number in numbers]))
+    weights = tuple([point.weight for point in points])
+    return Apply(
+        updates,
+        updated,
+        () if weights.count(1) == len(weights) else weights,
+        first.global_clipnorm,
+        first.clip_epsilon,
+    )
+
+
+@lru_cache(maxsize=64)
+def _together(sets: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The variables of several sets; the same sets come again with every step."""
+    return sets[0] if len(sets) == 1 else tuple(chain.from_iterable(sets))
+
+
+def _update(
+    server: State,
+    number: int,
+    given: Sequence[OptimizerUpdate],
+    buffers: tuple[int, ...],
+    steps_before: Mapping[int, int],
+    is_bounded: bool,
+) -> Update:
+    """The step of one optimizer on a variable set; ``given`` is what each replica brings for it."""
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
-    step = optimizer.iterations + steps_before
-    sparse = tuple(gradient.variable for gradient in points[0].sparse)
-    is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
-    buffers = tuple(point.buffers for point in points)
+    step = optimizer.iterations + steps_before.get(optimizer.number, 0)
+    brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
+    sparse = server.tables.sets[number].variables if optimizer.rule in ROWWISE else tuple(brought)
+    is_clipped = is_bounded or any(name in CLIPS for name, _ in optimizer.hyperparameters)
     key = (number, sparse, is_clipped, buffers, optimizer.exempt)
     dense = server.index.dense.get(key)
     if dense is None:
@@ -76,23 +162,30 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
             for dtype, rule, ranges in _ranges_of(server, number, optimizer, sparse, is_clipped)
         )
     rows = []
-    for position, member in enumerate(sparse):
-        variable = variables.row(server, member)
-        spec = variable.spec
-        gradients = tuple((point.sparse[position].values, point.sparse[position].indices) for point in points)
-        rows.append(
-            Rows(
-                dtype=spec.dtype,
-                first=slabs.elements(variable)[0],
-                shape=(spec.shape[0], math.prod(spec.shape[1:])),
-                parameters=variable.place.segment,
-                slots=optimizers.slot_segments(server, optimizer, spec.dtype),
-                gradients=gradients,
-                rule=_rule_of(optimizer, spec.name),
-            )
-        )
-    updated = server.tables.sets[number].variables
-    return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), updated)
+    for member in sparse:
+        gradients: list[tuple[Array, Array | None]]
+        if member in brought:
+            found = [each.sparse[brought[member]] for each in given]
+            gradients = [(gradient.values, gradient.indices) for gradient in found]
+        else:
+            array = variables.row(server, member).array
+            gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
+        rows.append(_rows(server, optimizer, member, tuple(gradients)))
+    return Update(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows))
+
+
+def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tuple[Array, Array | None], ...]) -> Rows:
+    variable = variables.row(server, number)
+    spec, shape = variable.spec, variable.spec.shape or (1,)
+    return Rows(
+        dtype=spec.dtype,
+        first=slabs.elements(variable.array)[0],
+        shape=(shape[0], math.prod(shape[1:])),
+        parameters=variable.place.segment,
+        slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
+        gradients=gradients,
+        rule=_rule_of(optimizer, spec.name),
+    )
 
 
 def gradient_place(server: State, replica: int, buffers: int, variable: Array) -> Array:
@@ -123,7 +216,7 @@ def _ranges_of(
         if member not in sparse:
             variable = variables.row(server, member)
             kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name)
-            by_kind.setdefault(kind, []).append(slabs.elements(variable))
+            by_kind.setdefault(kind, []).append(slabs.elements(variable.array))
     found = {
         kind: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
         for kind, ranges in sorted(by_kind.items())

@@ -19,7 +19,7 @@ from cs_proto.sizes import in_units
 from cs_server.engine.store import versions
 from cs_server.engine.store.index import base_of
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import Asked, Hole, Slab, SlotFill
+from cs_server.engine.store.tables import Asked, Hole, SlotFill
 from cs_server.events import Allocate, Renamed, Write
 
 from . import slabs
@@ -62,8 +62,10 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
     if value is not None:
         check_fits(f"the value of variable {spec.name!r}", value, spec)
     name = server.index.free_name(spec.name)
-    nbytes = Array(spec.dtype, spec.shape, Location(segment_names.parameters(spec.dtype), 0)).nbytes
-    may_be_idle = nbytes if spec.trainable and slabs.is_optimizable(spec.dtype) else 0
+    slab_name = slabs.slab_of(spec)
+    segment = segment_names.parameters(slab_name)
+    nbytes = Array(spec.dtype, spec.shape, Location(segment, 0)).nbytes
+    may_be_idle = slabs.gradient_nbytes(spec, nbytes)
     slabs.check_plan(
         server,
         f"variable {name!r}",
@@ -71,20 +73,20 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
         "for its value and its gradient buffers",
         device_nbytes=slabs.on_device(server, spec.dtype, nbytes),
     )
-    slab = server.tables.slabs.get(spec.dtype) or Slab(0, 0, 0, 0)
+    slab = server.tables.slabs.get(slab_name) or slabs.new_slab(spec)
     room = slabs.room_of(nbytes)
-    hole = slabs.hole_for(server, spec.dtype, room)
+    hole = slabs.hole_for(server, slab_name, room)
     end = slab.tail if hole is not None else slab.tail + room
-    place = Location(segment_names.parameters(spec.dtype), slab.tail if hole is None else hole)
-    reservation, needed = slabs.extended(server, f"variable {name!r}", spec.dtype, slab, end)
+    place = Location(segment, slab.tail if hole is None else hole)
+    reservation, needed = slabs.extended(server, f"variable {name!r}", slab_name, slab, end)
     is_lazy = False
     if nbytes:
         # A table without dense gradients may be large, and zeros need no memory until they are touched.
-        is_lazy = value is None and not spec.trainable
+        is_lazy = value is None and (spec.sparse or not spec.trainable)
         needed.append(Allocate(place.segment, reservation, "", place.offset, place.offset + nbytes, is_lazy))
     needed += _page_of_versions(server, name)
     slabs.allocate(server, f"variable {name!r}", needed)
-    server.tables.slabs[spec.dtype] = replace(
+    server.tables.slabs[slab_name] = replace(
         slab, reservation=reservation, tail=end, nbytes=slab.nbytes + nbytes, idle_nbytes=slab.idle_nbytes + may_be_idle
     )
     server.tables.tally.variables += 1
@@ -95,10 +97,10 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
         server.tables.asked[variable.number] = Asked(spec.name)
     if hole is None:
         return variable, ()
-    left = server.tables.holes[spec.dtype, hole].nbytes - room
-    del server.tables.holes[spec.dtype, hole]
+    left = server.tables.holes[slab_name, hole].nbytes - room
+    del server.tables.holes[slab_name, hole]
     if left:
-        server.tables.holes[spec.dtype, hole + room] = Hole(left)
+        server.tables.holes[slab_name, hole + room] = Hole(left)
     return variable, (SlotFill(place.segment, spec.dtype, *slabs.elements(variable), 0.0, is_lazy),)
 
 

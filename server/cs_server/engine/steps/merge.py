@@ -38,9 +38,17 @@ def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None
     """
     match point:
         case ApplyPoint():
-            number = point.variable_set or known_set(point.optimizer, point.variables)
-            sparse = tuple(gradient.variable for gradient in point.sparse)
-            return ("apply", point.optimizer, number or tuple(sorted(point.variables)), sparse)
+            updates = [
+                (
+                    update.optimizer,
+                    update.variable_set
+                    or known_set(update.optimizer, update.variables)
+                    or tuple(sorted(update.variables)),
+                    tuple(gradient.variable for gradient in update.sparse),
+                )
+                for update in point.updates
+            ]
+            return ("apply", point.global_clipnorm, point.clip_epsilon, *updates)
         case AssignPoint():
             return ("assign", point.variable, point.op)
         case CreatePoint():
@@ -58,7 +66,10 @@ def title(point: Point | ReadPoint, of_what: str = "") -> str:
     operands, ``all_reduce SUM of 2 arrays (train.py:31)``."""
     match point:
         case ApplyPoint():
-            what = f"apply_gradients of optimizer {point.optimizer}"
+            numbers = " and ".join(str(update.optimizer) for update in point.updates)
+            what = f"apply_gradients of optimizer{'s' * (len(point.updates) > 1)} {numbers}"
+            if point.global_clipnorm is not None:
+                what += f" with global_clipnorm={point.global_clipnorm}, clip_epsilon={point.clip_epsilon}"
         case AssignPoint():
             what = f"{point.op} of variable {point.variable}"
         case CreatePoint():

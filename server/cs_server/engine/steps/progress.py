@@ -8,6 +8,7 @@ a commit is under way. Before the commit, a replica that waits is asked to prese
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 from cs_proto.errors import CentralStorageError
@@ -20,6 +21,7 @@ from cs_proto.messages import (
     CreatePoint,
     GatherPoint,
     MergeCallPoint,
+    OptimizerUpdate,
     PointFailed,
     Preserve,
     ReadPoint,
@@ -111,17 +113,16 @@ def _accept(server: State, run: RunId, k: int, points: list[Point]) -> None:
     """
     is_awaited = any(server.tables.stands[run, replica].waiting == k for replica in server.replicas)
     match points[0]:
-        case ApplyPoint(optimizer=optimizer):
-            updates.check_gradients(server, [point for point in points if isinstance(point, ApplyPoint)])
-            number, fills = _set_of(server, optimizer, points)
-            if fills:
-                commits.submit(server, Job("slots", (), 0, 0, False, "", fills))
+        case ApplyPoint():
+            applies = [point for point in points if isinstance(point, ApplyPoint)]
+            updates.check_gradients(server, applies)
+            numbers = _make_sets(server, applies)
             if is_awaited:
-                server.tables.outcomes[run, k] = Accepted(run, k, number)
+                server.tables.outcomes[run, k] = Accepted(run, k, numbers)
         case AssignPoint():
             _write(server, points)
             if is_awaited:
-                server.tables.outcomes[run, k] = Accepted(run, k, 0)
+                server.tables.outcomes[run, k] = Accepted(run, k)
         case CreatePoint(variable=spec, value=value):
             variable, _ = variables.create(server, spec, value)
             commits.submit(server, Job("create", run, k, variable.number, False, "", ()))
@@ -131,13 +132,36 @@ def _accept(server: State, run: RunId, k: int, points: list[Point]) -> None:
             server.out.append(compute(server, ticket))
 
 
-def _set_of(server: State, optimizer: int, points: list[Point]) -> tuple[int, tuple[SlotFill, ...]]:
-    applies = [point for point in points if isinstance(point, ApplyPoint)]
-    for point in applies:
-        if point.variable_set:
-            return point.variable_set, ()
-    sparse = [gradient.variable for gradient in applies[0].sparse]
-    return optimizers.variable_set(server, optimizer, applies[0].variables, sparse)
+def _make_sets(server: State, points: list[ApplyPoint]) -> tuple[int, ...]:
+    """The numbers of the sets of variables, with those that are made now. What can be refused is refused before the
+    first is made; if the memory ends at a later one, the sets before it stay, with their slots."""
+    first = points[0]
+    for update in first.updates:
+        if update.variables:
+            optimizers.members(server, update.optimizer, update.variables)
+    fills: tuple[SlotFill, ...] = ()
+    numbers = []
+    try:
+        for update, known in zip(first.updates, _sets_of(server, points), strict=True):
+            if known is None:
+                sparse = [gradient.variable for gradient in update.sparse]
+                known, made = optimizers.variable_set(server, update.optimizer, update.variables, sparse)
+                fills += made
+            numbers.append(known)
+    finally:
+        if fills:
+            commits.submit(server, Job("slots", (), 0, 0, False, "", fills))
+    return tuple(numbers)
+
+
+def _sets_of(server: State, points: list[ApplyPoint]) -> list[int | None]:
+    """The number of each update's set of variables, as far as there is one. Some replicas may name a set by its
+    number, and others by its variables."""
+    return [
+        next((update.variable_set for update in each if update.variable_set), None)
+        or optimizers.known_set(server, each[0].optimizer, each[0].variables)
+        for each in zip(*[point.updates for point in points], strict=True)
+    ]
 
 
 def compute(server: State, ticket: int) -> Compute:
@@ -178,7 +202,7 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
     if job.kind == "writes":
         return tuple(writes.get(end, ()))
     made: list[Apply | Write] = []
-    steps: dict[int, int] = {}
+    steps = Counter[int]()
     for k in range(server.tables.runs[run].committed, end):
         made += writes.get(k, ())
         if not runs.changes(server, run, k):
@@ -186,13 +210,16 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
         points = [server.tables.points[run, replica, k] for replica in server.replicas]
         applies = [point for point in points if isinstance(point, ApplyPoint)]
         if applies:
-            number, _ = _set_of(server, applies[0].optimizer, points)
-            before = steps.get(applies[0].optimizer, 0)
-            made.append(updates.apply(server, number, applies, before))
-            steps[applies[0].optimizer] = before + 1
+            made.append(updates.apply(server, _known_sets(server, applies), applies, steps))
+            steps.update(update.optimizer for update in applies[0].updates)
         else:
             made.append(_write(server, points))
     return tuple(made)
+
+
+def _known_sets(server: State, points: list[ApplyPoint]) -> list[int]:
+    """The numbers of the sets of an apply that was accepted."""
+    return [number for number in _sets_of(server, points) if number is not None]
 
 
 def created(server: State, job: Job) -> None:
@@ -220,8 +247,10 @@ def committed(server: State, run: RunId, end: int) -> None:
             continue
         count += 1
         points = [server.tables.points[run, replica, k] for replica in server.replicas]
-        if isinstance(points[0], ApplyPoint):
-            optimizers.applied(server, _set_of(server, points[0].optimizer, points)[0])
+        applies = [point for point in points if isinstance(point, ApplyPoint)]
+        if applies:
+            for number in _known_sets(server, applies):
+                optimizers.applied(server, number)
         elif isinstance(points[0], AssignPoint):
             variables.written(server, points[0].variable)
     server.tables.tally.commits += count
@@ -334,16 +363,20 @@ def _of_what(server: State, point: Point | ReadPoint) -> str:
     """The operands of a merge point by name: they tell two points of one kind apart."""
     match point:
         case ApplyPoint():
-            numbers = point.variables or server.tables.sets[point.variable_set].variables
-            names = [_name(server, number) for number in numbers[:_NAMED]]
-            more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-            rows = ", ".join(_name(server, gradient.variable) for gradient in point.sparse[:_NAMED])
-            return f" to {', '.join(names)}{more}" + f" (rows of {rows})" * bool(rows)
+            return " and".join(_of_update(server, update) for update in point.updates)
         case AssignPoint():
             return f", {_name(server, point.variable)}"
         case ReducePoint() | GatherPoint():
             return f" of {len(point.arrays)} array{'s' * (len(point.arrays) != 1)}"
     return ""
+
+
+def _of_update(server: State, update: OptimizerUpdate) -> str:
+    numbers = updates.members(server, update)
+    names = [_name(server, number) for number in numbers[:_NAMED]]
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    rows = ", ".join(_name(server, gradient.variable) for gradient in update.sparse[:_NAMED])
+    return f" to {', '.join(names)}{more}" + f" (rows of {rows})" * bool(rows)
 
 
 def _name(server: State, number: int) -> str:

@@ -18,6 +18,7 @@ from cs_proto.messages import (
     CreatePoint,
     GatherPoint,
     MergeCallPoint,
+    OptimizerUpdate,
     ReducePoint,
     RunId,
     Value,
@@ -55,13 +56,8 @@ def take(server: State, run: RunId, replica: int) -> None:
 def check_point(server: State, run: RunId, replica: int, point: Point) -> Point:
     """Compare a merge point with the recorded one; return it as it is recorded from now on. Raises Diverged."""
     before = server.tables.points[run, replica, point.k]
-    # Only a worker that has asked for the number of a variable set knows it.
-    if (
-        isinstance(point, ApplyPoint)
-        and isinstance(before, ApplyPoint)
-        and _members(server, point) == _members(server, before)
-    ):
-        point = replace(point, variable_set=before.variable_set, variables=before.variables)
+    if isinstance(point, ApplyPoint) and isinstance(before, ApplyPoint):
+        point = _named_as(server, point, before)
     if _placeless(point) != _placeless(before):
         raise Diverged(
             f"replay diverged at {merge.title(point)}, merge point {point.k}: before its worker died, the replica "
@@ -136,21 +132,37 @@ def _ask(server: State, check: Check, arrays: tuple[Array, ...]) -> None:
         server.out.append(Fingerprint(ticket, arrays))
 
 
-def _members(server: State, point: ApplyPoint) -> tuple[int, ...]:
-    known = server.tables.sets.get(point.variable_set)
-    return known.variables if known is not None else tuple(sorted(point.variables))
+def _named_as(server: State, point: ApplyPoint, before: ApplyPoint) -> ApplyPoint:
+    """``point`` with its sets of variables named as in ``before``: only a worker that has asked for the number of a
+    set knows it."""
+    if len(point.updates) != len(before.updates):
+        return point
+    updates = tuple(
+        replace(update, variable_set=known.variable_set, variables=known.variables)
+        if _members(server, update) == _members(server, known)
+        else update
+        for update, known in zip(point.updates, before.updates, strict=True)
+    )
+    return replace(point, updates=updates)
+
+
+def _members(server: State, update: OptimizerUpdate) -> tuple[int, ...]:
+    known = server.tables.sets.get(update.variable_set)
+    return known.variables if known is not None else tuple(sorted(update.variables))
 
 
 def _of_point(server: State, replica: int, point: Point) -> tuple[Array, ...]:
     """The arrays of a merge point that lie in a segment, gradient buffers included."""
     if not isinstance(point, ApplyPoint):
         return _located(_arrays_of(point))
-    sparse = {gradient.variable: gradient for gradient in point.sparse}
-    arrays = [array for gradient in sparse.values() for array in (gradient.values, gradient.indices)]
-    for number in _members(server, point):
-        known = server.tables.variables.get(number)
-        if number not in sparse and known is not None:
-            arrays.append(updates.gradient_place(server, replica, point.buffers, known.array))
+    arrays = []
+    for update in point.updates:
+        sparse = {gradient.variable: gradient for gradient in update.sparse}
+        arrays += [array for gradient in sparse.values() for array in (gradient.values, gradient.indices)]
+        for number in _members(server, update):
+            known = server.tables.variables.get(number)
+            if number not in sparse and known is not None and not known.spec.sparse:
+                arrays.append(updates.gradient_place(server, replica, point.buffers, known.array))
     return _located(arrays)
 
 
@@ -177,8 +189,7 @@ def _placeless(point: Point) -> Point:
     point = replace(point, site="")
     match point:
         case ApplyPoint():
-            sparse = (replace(g, values=_moved(g.values), indices=_moved(g.indices)) for g in point.sparse)
-            return replace(point, sparse=tuple(sparse))
+            return replace(point, updates=tuple(map(_placeless_update, point.updates)))
         case AssignPoint() | CreatePoint():
             return replace(point, value=_moved(point.value))
         case ReducePoint() | GatherPoint():
@@ -187,6 +198,11 @@ def _placeless(point: Point) -> Point:
             given = point.arguments
             return replace(point, arguments=Value(given.body, tuple(map(_moved, given.arrays))))
     return point
+
+
+def _placeless_update(update: OptimizerUpdate) -> OptimizerUpdate:
+    sparse = (replace(g, values=_moved(g.values), indices=_moved(g.indices)) for g in update.sparse)
+    return replace(update, sparse=tuple(sparse))
 
 
 def _placeless_write(note: WriteNote) -> WriteNote:

@@ -181,7 +181,7 @@ def _note(server: State, run: RunId, replica: int, note: Note) -> None:
     if isinstance(note, WriteNote):
         _note_write(server, run, replica, note)
         return
-    is_checked = note.checked if isinstance(note, AssignPoint) else note.variable_set == 0
+    is_checked = note.checked if isinstance(note, AssignPoint) else note.needs_answer
     if is_checked:
         raise PeerProtocolError(f"replica {replica} sent {merge.title(note)} as a note, but it needs an answer")
     _bring(server, run, replica, note)
@@ -228,9 +228,10 @@ def _bring(server: State, run: RunId, replica: int, point: Point) -> None:
     if stand.returned is not None:
         raise PeerProtocolError(f"replica {replica} sent {merge.title(point)} after its return from {runs.name(run)}")
     if isinstance(point, ApplyPoint):
-        known = server.tables.sets.get(point.variable_set)
-        if point.variable_set and (known is None or known.optimizer != point.optimizer):
-            raise PeerProtocolError(f"optimizer {point.optimizer} has no set of variables {point.variable_set}")
+        for update in point.updates:
+            known = server.tables.sets.get(update.variable_set)
+            if update.variable_set and (known is None or known.optimizer != update.optimizer):
+                raise PeerProtocolError(f"optimizer {update.optimizer} has no set of variables {update.variable_set}")
         server.tables.tally.applies[replica] += 1
     server.tables.tally.points[replica] += 1
     server.tables.points[run, replica, point.k] = point

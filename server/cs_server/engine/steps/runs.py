@@ -129,8 +129,8 @@ def answer(server: State, run: RunId, replica: int, k: int, reads: bool) -> Reco
     if state.failure is not None:
         return PointFailed(run, k, state.failure.error, True)
     point = None if reads else server.tables.points.get((run, replica, k))
-    if isinstance(point, ApplyPoint) and point.variable_set:  # a new worker asks for the number of a known set
-        return Accepted(run, k, point.variable_set)
+    if isinstance(point, ApplyPoint) and not point.needs_answer:  # a new worker asks for the numbers of known sets
+        return Accepted(run, k, tuple(update.variable_set for update in point.updates))
     return None
 
 

@@ -40,8 +40,9 @@ def divided(budget: int, machine_nbytes: int, replicas: int) -> Addresses:
     """The division of ``budget`` bytes of addresses, on a machine with ``machine_nbytes`` bytes of memory."""
     optimizable = sum(dtype.startswith(("float", "complex")) for dtype in DTYPES)
     slots = _OPTIMIZERS * max(map(len, SLOTS.values()))
-    # The slab of every dtype. Dtypes that can be optimized also have slots, and two sets of gradients for each replica.
-    count = len(DTYPES) + optimizable * (2 * replicas + slots)
+    # The slab of every dtype. Dtypes that can be optimized also have slots, two sets of gradients for each replica, and
+    # the slab of sparse variables with its slots.
+    count = len(DTYPES) + optimizable * (2 * replicas + slots + 1 + slots)
     longest = pages(_MOST * machine_nbytes)
     arenas = replicas + 3  # the server's, the controller's, and the controller's inputs
     return Addresses(

@@ -34,9 +34,13 @@ class Index:
         self.sets_of: dict[int, list[int]] = {}
         #: The number of a variable set, by optimizer and ascending variables.
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        #: The sparse variables in a variable set.
+        self.sparse_of: dict[int, tuple[int, ...]] = {}
         #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It
         #: changes only with the names of variables, since variables do not move.
         self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
+        #: Sets, by number, of which no two have a variable in common.
+        self.apart: set[tuple[int, ...]] = set()
         for number, variable_set in self._tables.sets.items():
             self.add_set(number, variable_set)
 
@@ -58,17 +62,21 @@ class Index:
     def add_set(self, number: int, variable_set: VariableSet) -> None:
         """There is a new variable set."""
         self.set_numbers[variable_set.optimizer, variable_set.variables] = number
+        known = self._tables.variables
+        self.sparse_of[number] = tuple(member for member in variable_set.variables if known[member].spec.sparse)
         for member in variable_set.variables:
             self.sets_of.setdefault(member, []).append(number)
 
     def drop_set(self, number: int, variable_set: VariableSet) -> None:
         """The variable set is gone."""
         del self.set_numbers[variable_set.optimizer, variable_set.variables]
+        del self.sparse_of[number]
         for member in variable_set.variables:
             self.sets_of[member].remove(number)
             if not self.sets_of[member]:
                 del self.sets_of[member]
         self.dense = {key: dense for key, dense in self.dense.items() if key[0] != number}
+        self.apart = {numbers for numbers in self.apart if number not in numbers}
 
     def free_name(self, name: str) -> str:
         """``name``, or where it is taken the first of ``name_1``, ``name_2``, … that is free."""

@@ -106,9 +106,9 @@ class HeldGet(_Row):
 
 @record(204)
 class Slab(_Row):
-    """All variables of one dtype: the length of its segments, the end of the last place that was given away, the bytes
-    of its variables, the part of them that no optimizer has touched although one may, and the number of sets of
-    gradient buffers that each replica has."""
+    """All variables of one dtype, or the sparse ones of it: the length of its segments, the end of the last place that
+    was given away, the bytes of its variables, the part of them that no optimizer has touched although one may, and the
+    number of sets of gradient buffers that each replica has."""
 
     reservation: int
     tail: int

@@ -10,7 +10,7 @@ from tests.harness.playbook import ADDRESSES, allocates
 
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.messages import ApplyPoint, Optimizer, Schedule
+from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate, Schedule
 from cs_server.engine.catalogue import optimizers, slabs, updates
 from cs_server.engine.store.address_budget import PAGE_NBYTES
 from cs_server.engine.store.tables import SlotFill
@@ -37,13 +37,14 @@ def test_a_schedule_stays_until_a_learning_rate_replaces_it(book: Book) -> None:
     assert optimizers.configure(book.state, 1, "SGD", {"momentum": 0.0}).schedule == decay
     assert optimizers.configure(book.state, 1, "SGD", {}, None, 20).schedule == decay
     number, _ = optimizers.variable_set(book.state, 1, (book.make("w"),))
-    point = [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2
+    point = [ApplyPoint(0, "x:1", (OptimizerUpdate(1, number, ()),), 0)] * 2
     rates = [
-        dict(updates.apply(book.state, number, point, earlier).hyperparameters)["learning_rate"] for earlier in (0, 10)
+        dict(updates.apply(book.state, [number], point, {1: earlier}).updates[0].hyperparameters)["learning_rate"]
+        for earlier in (0, 10)
     ]
     assert rates == pytest.approx([0.1 * 0.5**2, 0.1 * 0.5**3])
     optimizers.applied(book.state, number)
-    assert updates.apply(book.state, number, point, 0).t == 22
+    assert updates.apply(book.state, [number], point, {}).updates[0].t == 22
     assert optimizers.configure(book.state, 1, "SGD", {"learning_rate": 0.5}).schedule is None
 
 
@@ -106,9 +107,10 @@ def test_an_optimizer_keeps_the_rule_it_was_made_with(book: Book) -> None:
     optimizers.configure(book.state, 0, "SGD", {**SGD, "momentum": 0.9})
     number, _ = optimizers.variable_set(book.state, 1, (1,))
     assert optimizers.configure(book.state, 1, "SGD", {"momentum": 0.0}).rule == "sgd_momentum"
-    apply = updates.apply(book.state, number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, 0)
-    assert (apply.rule, dict(apply.hyperparameters)["momentum"]) == ("sgd_momentum", 0.0)
-    assert apply.dense[0].slots == ("slots/1/momentum/float32",)
+    apply = updates.apply(book.state, [number], [ApplyPoint(0, "x:1", (OptimizerUpdate(1, number, ()),), 0)] * 2, {})
+    (update,) = apply.updates
+    assert (update.rule, dict(update.hyperparameters)["momentum"]) == ("sgd_momentum", 0.0)
+    assert update.dense[0].slots == ("slots/1/momentum/float32",)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cs_proto.errors import DeviceMemoryError, MemoryPlanError
 from cs_proto.failures import error_of
 from cs_server.engine.catalogue import optimizers, slabs, variables
 from cs_server.engine.store.address_budget import PAGE_NBYTES, Addresses, divided
-from cs_server.events import Allocate, Load, LoadKernel
+from cs_server.events import Allocate, Discard, Load, LoadKernel
 
 
 def test_variables_of_a_dtype_lie_aligned_and_next_to_each_other(book: Book) -> None:
@@ -71,6 +71,45 @@ def test_variables_that_no_optimizer_may_touch_promise_nothing(book: Book) -> No
     book.tables.tally.available_nbytes = 400
     book.make("w", (100,), trainable=False)
     book.make("n", (100,), "int32")
+
+
+def test_sparse_variables_lie_apart_and_have_no_gradient_buffers(book: Book) -> None:
+    book.make("w", (8,))
+    book.tables.tally.available_nbytes = 400 + 2 * 32  # what is promised to the gradients of w
+    book.out.clear()
+    table = book.make("table", (50, 2), sparse=True)
+    reservation, end = ADDRESSES.slab, slabs.room_of(400)
+    assert book.out == [
+        Allocate("parameters/sparse/float32", reservation, "", end, end),
+        Allocate("parameters/sparse/float32", reservation, "", 0, 400, is_lazy=True),
+    ]
+    book.out.clear()
+    sparse = slabs.segments_of(book.state, "sparse/float32", book.tables.slabs["sparse/float32"].gradient_sets)
+    assert list(sparse) == [("parameters/sparse/float32", "")]
+    slabs.use_second_gradients(book.state, ["sparse/float32"])
+    assert book.out == []
+    book.tables.flush()
+    book.reopen()
+    made = {each.segment for each in slabs.allocations(book.state)}
+    assert {name for name in made if "sparse" in name} == {"parameters/sparse/float32"}
+    book.out.clear()
+    optimizers.free(book.state, [table])
+    assert book.out == [Discard("parameters/sparse/float32", 0, 400)]
+    assert book.make("again", (50, 2), sparse=True)
+    assert book.tables.slabs["sparse/float32"].tail == slabs.room_of(400)
+
+
+def test_slots_of_sparse_variables_are_lazy_however_they_are_made(book: Book) -> None:
+    first, second = (book.make("table", (50, 2), sparse=True) for _ in range(2))
+    for _ in range(2):
+        optimizers.configure(book.state, 0, "Adam", ADAM)
+    _, by_update = optimizers.variable_set(book.state, 1, (first,), ())
+    _, by_look = optimizers.slots(book.state, 2, second)
+    for number, fills in [(1, by_update), (2, by_look)]:
+        assert [fill.segment for fill in fills] == [f"slots/{number}/{slot}/sparse/float32" for slot in "mv"]
+        assert all(fill.is_lazy for fill in fills)
+    lazy = [each.is_lazy for each in book.out if isinstance(each, Allocate) and each.segment.startswith("slots/")]
+    assert lazy == [True] * 4
 
 
 def test_slots_count_when_they_are_made(book: Book) -> None:

@@ -206,8 +206,8 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
         allocates("slots/1/v/float32", 0, 8),
         allocates("slots/1/m/float32", 64, 68),
         allocates("slots/1/v/float32", 64, 68),
-        Send(w(0), Accepted((1,), 0, 1)),
-        Send(w(1), Accepted((1,), 0, 1)),
+        Send(w(0), Accepted((1,), 0, (1,))),
+        Send(w(1), Accepted((1,), 0, (1,))),
         commits(
             Fill("slots/1/m/float32", "float32", 0, 2, 0.0),
             Fill("slots/1/v/float32", "float32", 0, 2, 0.0),
@@ -218,7 +218,7 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
     book.on(returns(0, 1))
     book.on(returns(1, 1))  # the slots are not filled yet
     (step,) = book.does(book.finished())
-    assert step.operations[0].dense[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
+    assert step.operations[0].updates[0].dense[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
     book.on(book.finished(), finished(commits=1))
     book.repeat_all()
 
@@ -231,7 +231,7 @@ def rows(replica: int, count: int = 1, variable: int = 1, width: int = 2) -> Spa
 
 def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_memory() -> None:
     book = Playbook(2).begin().has(spec("table", (5, 2)), spec("b")).has_optimizer("Adam")
-    points = [replace(first_apply(0, 1, 2), sparse=(rows(replica, 3),)) for replica in (0, 1)]
+    points = [first_apply(0, 1, 2, sparse=(rows(replica, 3),)) for replica in (0, 1)]
     book.on(asks(1, points[1]))
     *_, fills = book.does(asks(0, points[0]))
     assert isinstance(fills, Commit)
@@ -242,16 +242,18 @@ def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_m
     assert isinstance(step, Commit)
     (apply,) = step.operations
     assert isinstance(apply, Apply)
-    assert [part.ranges for part in apply.dense] == [((16, 17),)]
-    assert [(part.first, part.shape) for part in apply.sparse] == [(0, (5, 2))]
-    assert apply.sparse[0].gradients == tuple((p.sparse[0].values, p.sparse[0].indices) for p in points)
+    (step_of_one,) = apply.updates
+    assert [part.ranges for part in step_of_one.dense] == [((16, 17),)]
+    assert [(part.first, part.shape) for part in step_of_one.sparse] == [(0, (5, 2))]
+    brought = [point.updates[0].sparse[0] for point in points]
+    assert step_of_one.sparse[0].gradients == tuple((each.values, each.indices) for each in brought)
     book.on(book.finished(), finished(commits=1))
     book.repeat_all()
 
 
 def test_a_sparse_gradient_does_not_meet_a_dense_one() -> None:
     book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
-    book.on(asks(0, replace(first_apply(0, 1), sparse=(rows(0),))))
+    book.on(asks(0, first_apply(0, 1, sparse=(rows(0),))))
     reason = r"replica 0 .* to 'table' \(rows of 'table'\) .*replica 1 .* to 'table' \("
     told = {"ends_run": True}
     book.on(
@@ -263,10 +265,10 @@ def test_a_sparse_gradient_does_not_meet_a_dense_one() -> None:
 
 def test_a_sparse_gradient_that_does_not_fit_fails_alike_for_all() -> None:
     book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
-    book.on(asks(0, replace(first_apply(0, 1), sparse=(rows(0),))))
+    book.on(asks(0, first_apply(0, 1, sparse=(rows(0),))))
     reason = r"sparse gradient of variable 'table' is float32\[1, 3\]; the variable is float32\[5, 2\]"
     book.on(
-        asks(1, replace(first_apply(0, 1), sparse=(rows(1, width=3),))),
+        asks(1, first_apply(0, 1, sparse=(rows(1, width=3),))),
         to(w(0), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False),
         to(w(1), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False),
     )
@@ -275,7 +277,7 @@ def test_a_sparse_gradient_that_does_not_fit_fails_alike_for_all() -> None:
 def test_a_replica_that_knows_the_set_agrees_with_one_that_does_not() -> None:
     book = training()
     book.on(asks(0, first_apply(0, 1), run=(2,)))
-    book.on(returns(1, 1, (applies(0, buffers=1),), run=(2,)), Send(w(0), Accepted((2,), 0, 1)))
+    book.on(returns(1, 1, (applies(0, buffers=1),), run=(2,)), Send(w(0), Accepted((2,), 0, (1,))))
     book.on(returns(0, 1, run=(2,)), commits(steps(2, ((0, 1),), (0, 1))))
 
 
@@ -319,7 +321,7 @@ def test_slots_that_do_not_fit_the_memory_are_refused_at_the_first_apply() -> No
     book.on(MemoryAvailable(1 << 20))
     book.does(asks(0, first_apply(1, 1)))
     book.does(asks(1, first_apply(1, 1)))
-    assert book.commands[-2] == Send(w(1), Accepted((1,), 1, 1))
+    assert book.commands[-2] == Send(w(1), Accepted((1,), 1, (1,)))
 
 
 VALUES = {"different": (1.0, 2.0), "equal": (3.0, 3.0)}
@@ -359,7 +361,7 @@ def test_assigns_follow_the_table_of_aggregations(
         failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", wanted, k=0, ends_run=False) for r in (0, 1)]
         assert [e.fits(c) for e, c in zip(failed, book.commands[-2:], strict=True)] == [True, True]
         return
-    assert book.commands[-replicas:] == [Send(w(r), Accepted((1,), 0, 0)) for r in range(replicas)]
+    assert book.commands[-replicas:] == [Send(w(r), Accepted((1,), 0)) for r in range(replicas)]
     for replica in range(replicas - 1):
         book.does(returns(replica, 1))
     target = lies(f"parameters/{dtype}", 0, (), dtype)
@@ -406,7 +408,7 @@ def test_nothing_is_committed_while_a_replica_is_at_work() -> None:
     book.on(asks(0, reads(1), (applies(0),), run=(2,)))
     book.on(returns(1, 1, (applies(0),), run=(2,)))
     for_two = first_apply(0, 1)
-    book.on(asks(2, for_two, run=(2,)), Send(w(2), Accepted((2,), 0, 1)))  # agreed, and replica 2 goes on
+    book.on(asks(2, for_two, run=(2,)), Send(w(2), Accepted((2,), 0, (1,))))  # agreed, and replica 2 goes on
     book.on(returns(2, 1, run=(2,)), commits(steps(2, ((0, 1),), (0, 0, 0))))
     book.on(book.finished(), Send(w(0), Committed((2,), 1)))
     book.on(returns(0, 1, run=(2,)), finished(3, commits=1))

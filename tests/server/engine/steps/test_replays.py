@@ -124,7 +124,7 @@ class Actor:
             return
         self.next = None
         if isinstance(record, Accepted):
-            self.sets[1] = record.variable_set
+            self.sets[1] = record.variable_sets[0]
         if isinstance(record, PointFailed):
             self.program, self.notes = ["return"], []
         if isinstance(record, Token):

@@ -26,7 +26,6 @@ from tests.harness.playbook import (
     result,
     returns,
     scalar,
-    site,
     spec,
     steps,
     to,
@@ -38,7 +37,6 @@ from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
     PROTOCOL,
     Accepted,
-    ApplyPoint,
     Ask,
     Assign,
     Cancel,
@@ -92,7 +90,10 @@ def training(replicas: int = 2) -> Playbook:
         ),
         (asks(0, reads(1), (assigns(0, scalar(1), checked=True),)), "sent assign_add .* as a note"),
         (asks(0, reads(1), (applies(0, 9),)), "optimizer 1 has no set of variables 9"),
-        (asks(0, reads(1), (ApplyPoint(0, site(1), 2, 1, (), 0),)), "optimizer 2 has no set of variables 1"),
+        (
+            asks(0, reads(1), (applies(0, 1, optimizer=2),)),
+            "optimizer 2 has no set of variables 1",
+        ),
         (asks(0, reduces(0), run=(2, 0, 0)), "run 2.0.0 is nested in a merge_call that no worker is running"),
     ],
 )
@@ -149,7 +150,7 @@ def test_late_repetitions_are_answered_from_the_table() -> None:
     for replica in (0, 1):
         book.does(asks(replica, reduces(1, scalar(1)), run=(2,)))
     book.does(book.computed(scalar(2)))
-    book.on(asks(0, first_apply(0, 1), run=(2,)), Send(w(0), Accepted((2,), 0, 1)))
+    book.on(asks(0, first_apply(0, 1), run=(2,)), Send(w(0), Accepted((2,), 0, (1,))))
     book.on(asks(0, reads(1), run=(2,)), Send(w(0), Committed((2,), 1)))
     book.on(asks(1, reduces(1, scalar(1)), run=(2,)), Send(w(1), Reduced((2,), 1, (scalar(2),))))
     book.does(returns(0, 2, run=(2,)))

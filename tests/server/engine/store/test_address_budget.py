@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.harness.playbook import DEFAULTS
 
-from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, rule_of
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, is_flag, rule_of
 from cs_proto.descriptors import DTYPES
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import VariableSpec
@@ -78,9 +78,7 @@ class Book:
 
 
 #: The hyperparameters that a rule depends on; any value does for the others.
-_CHOICES = {"learning_rate_power": (-0.5, -0.25), "momentum": (0.0, 0.5)} | dict.fromkeys(
-    ("nesterov", "centered", "amsgrad"), (0.0, 1.0)
-)
+_CHOICES = {"learning_rate_power": (-0.5, -0.25), "momentum": (0.0, 0.5)}
 
 
 def rules() -> Iterator[tuple[str, dict[str, float]]]:
@@ -88,7 +86,8 @@ def rules() -> Iterator[tuple[str, dict[str, float]]]:
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for kind, optimizer in OPTIMIZERS.items():
         names = optimizer.hyperparameters
-        for values in product(*(_CHOICES.get(name, (0.5,)) for name in names)):
+        choices = [(0.0, 1.0) if is_flag(kind, name) else _CHOICES.get(name, (0.5,)) for name in names]
+        for values in product(*choices):
             hyperparameters = dict(zip(names, values, strict=True))
             found.setdefault(rule_of(kind, hyperparameters), (kind, hyperparameters))
     assert found.keys() == SLOTS.keys()

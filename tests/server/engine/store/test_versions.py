@@ -8,7 +8,7 @@ import numpy as np
 
 from cs_proto.arrays import array_of
 from cs_server.engine.store.versions import Versions
-from cs_server.events import Apply, Commit, Fill, Write
+from cs_server.events import Apply, Commit, Fill, Update, Write
 
 
 def test_every_variable_that_a_commit_changes_counts_on() -> None:
@@ -16,7 +16,7 @@ def test_every_variable_that_a_commit_changes_counts_on() -> None:
     value = array_of(np.zeros(1))
     write = Write(value, "assign", None, (value,), None, (2,))
     of_slot = Write(value, "assign", None, (value,))
-    step = Apply("sgd", (), 1, (), (), (1, 3, 600))
+    step = Apply((Update("sgd", (), 1, (), ()),), (1, 3, 600))
     kept = Versions(counts)
     kept.count(Commit(1, (write, step, of_slot, Fill("slots/1/m/float32", "float32", 0, 1, 0.0))))
     kept.count(Commit(2, (step,)))

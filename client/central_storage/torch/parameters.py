@@ -1,0 +1,100 @@
+"""Parameters whose values are in the server: torch parameters that travel as handles.
+
+A central parameter is the object that the module had before, with another class: ties, groups and hooks stay. In the
+script it has shape and dtype, but no memory: every element is the same NaN. In a replica ``binding`` points it at the
+server's memory. Everything in ``central_storage.torch`` uses this module, and it uses none of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from central_storage.variables.variable import Variable
+from cs_proto.errors import InvalidArgumentError
+
+__all__ = ["CentralParameter", "empty_like", "make_empty", "stored_dtype", "value_of", "write_to"]
+
+#: The dtype in the server of those that NumPy does not have; a wider one, which holds every value.
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class CentralParameter(torch.nn.Parameter):
+    """A parameter that is a variable of the server. ``centralize`` makes them.
+
+    A parameter of 16 bits is a variable of float32 in the server: the optimizer updates that, and each step casts it.
+    """
+
+    variable: Variable
+    #: Version and address of the tensor since :func:`make_empty`, by which a change in the script is noticed.
+    emptied: tuple[int, int]
+    #: Whether a replica has it in memory that cannot be written.
+    is_protected: bool
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., CentralParameter], tuple[Any, ...]]:
+        hooks = [list((getattr(self, name) or {}).values()) for name in _HOOKS]
+        return _received, (self.variable, self.is_protected, self.requires_grad, self.dtype, *hooks)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"parameter {self.variable.name} lies in the server, so copy.deepcopy would copy nothing; "
+            "cst.pull(module) returns a plain copy of the module, with the present values"
+        )
+
+
+#: The attributes of a tensor that hold its hooks, as ``register_hook`` and ``register_post_accumulate_grad_hook`` set
+#: them.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _received(
+    variable: Variable, is_protected: bool, requires_grad: bool, dtype: torch.dtype, hooks: list[Any], after: list[Any]
+) -> CentralParameter:
+    """A parameter in the process to which it was sent."""
+    made = CentralParameter(empty_like(variable.shape, dtype), False)
+    made.variable, made.is_protected = variable, is_protected
+    if hooks or after:
+        made.requires_grad_(True)  # without it torch takes no hook
+        for hook in hooks:
+            made.register_hook(hook)
+        for hook in after:
+            made.register_post_accumulate_grad_hook(hook)
+    return made.requires_grad_(requires_grad)
+
+
+def empty_like(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape over the memory of one element: NaN where the dtype has one."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype).expand(tuple(shape))
+
+
+def make_empty(p: CentralParameter) -> None:
+    """In the script: let the parameter have a shape and no memory."""
+    p.data = empty_like(p.shape, p.dtype)
+    p.emptied = p._version, p.data_ptr()  # noqa: SLF001  (the one way to notice a write)
+
+
+def stored_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
+    """The dtype in the server for a tensor of ``dtype``. Raises InvalidArgumentError, which names the tensor, if there
+    is none."""
+    found = _WIDER.get(dtype, dtype)
+    try:
+        torch.empty(0, dtype=found).numpy()
+    except (TypeError, RuntimeError) as error:
+        raise InvalidArgumentError(f"{name} has dtype {dtype}, which no variable can have; convert it first") from error
+    return found
+
+
+def value_of(variable: Variable, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of the present value, in the script."""
+    return torch.from_numpy(variable.numpy()).to(dtype)
+
+
+def write_to(variable: Variable, value: torch.Tensor) -> None:
+    """Give the variable the value of a tensor of its shape, in the script."""
+    host = value.detach().to("cpu", getattr(torch, np.dtype(variable.dtype).name))
+    variable.assign(host.numpy())

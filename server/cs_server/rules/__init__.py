@@ -1,0 +1,15 @@
+"""The update rules: one table of what each optimizer does to a variable and its slots.
+
+Owns the arithmetic of every rule that ``cs_proto.arithmetic.optimizers`` names; a module has the rules of one origin.
+This package knows no memory layout, no message and no compiler, and imports no framework. ``compute.kernels`` applies
+the rules, ``compute.sparse`` those of sparse gradients; the catalogue asks for a rule by name.
+"""
+
+from collections.abc import Mapping
+
+from . import optax, papers, tensorflow, torch
+from .rule import GPU_DTYPES, Array, Rule, computed_in, reference, scalars, scaled, summed
+
+__all__ = ["GPU_DTYPES", "RULES", "Array", "Rule", "computed_in", "reference", "scalars", "scaled", "summed"]
+
+RULES: Mapping[str, Rule] = {rule.name: rule for rule in (*tensorflow.RULES, *papers.RULES, *torch.RULES, *optax.RULES)}

@@ -1,0 +1,175 @@
+"""What an update rule is, the numbers of its t-th update, and its reference in plain NumPy.
+
+A rule's `step` is an elementwise pure function. It is written once and used twice: with arrays it is the NumPy
+reference below, with scalars numba inlines it into the loops of ``compute.jit``. So a step holds only operators and
+NumPy functions that round alike in both, no literal numbers (a literal would widen float32) and no branches. A term
+that an optimizer may do without is multiplied by a number that is 0 or 1 then, which changes no finite value.
+"""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs_proto.arithmetic.optimizers import SLOTS, Hyperparameters
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import frozen
+
+Array: TypeAlias = NDArray[Any]
+
+Step: TypeAlias = tuple[Array, ...]
+
+Numbers: TypeAlias = tuple[float, ...]
+
+#: Dtypes of the variables that live on a GPU.
+GPU_DTYPES = ("float16", "float32", "float64")
+
+
+@frozen
+class Rule:
+    """One way of updating a variable.
+
+    `step(w, g, *slots, *numbers)` returns the new `(w, *slots)`, where g is the gradient summed over the replicas.
+    `numbers(hyperparameters, t)` gives the scalars of the t-th update (t counts from 1) in double precision, and
+    `initial(hyperparameters)` the value each slot is filled with before the first.
+
+    `moves` says which rows change, beside those it names, under a sparse gradient: none, those of the slots, or all of
+    slots and variable, as if the gradient were zero there. `decays`: weight decay acts on all rows. `is_real`: complex
+    variables have no part in the rule, because it compares, or because its source takes squares of their real and
+    imaginary parts. `is_compiled`: every operation of the step rounds alike in NumPy and in compiled code.
+    `rounds_first`: see `scalars`.
+    """
+
+    name: str
+    step: Callable[..., tuple[Array, ...]]
+    numbers: Callable[[Hyperparameters, int], Numbers]
+    initial: Callable[[Hyperparameters], Numbers] = lambda given: ()
+    moves: Literal["rows", "slots", "all"] = "rows"
+    is_real: bool = False
+    is_compiled: bool = True
+    rounds_first: bool = False
+    decays: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The name of the compiled step, which rules may share."""
+        return self.step.__name__.strip("_")
+
+    def moving(self, given: Hyperparameters) -> Literal["rows", "slots", "all"]:
+        """As `moves`, under these hyperparameters; ``lazy`` lets no other row change."""
+        if given.get("lazy"):
+            return "rows"
+        return "all" if self.decays and given["weight_decay"] else self.moves
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return SLOTS[self.name]
+
+    @property
+    def count_of_numbers(self) -> int:
+        return len(signature(self.step).parameters) - len(self.slots) - len(("w", "g"))
+
+    def takes(self, dtype: np.dtype[Any]) -> bool:
+        """Whether variables of this dtype can be updated."""
+        return dtype.kind in ("f" if self.is_real else "fc")
+
+
+def reference(
+    rule: Rule,
+    parameters: Array,
+    gradients: Sequence[Array],
+    slots: tuple[Array, ...],
+    hyperparameters: Hyperparameters,
+    t: int,
+    scale: Sequence[float] = (),
+) -> None:
+    """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
+
+    All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
+    `computed_in`. The gradients stand in replica order and are added one after the other. `scale` has the weight of
+    each gradient and, at last, the factor of their sum; empty, all are 1. Raises InvalidArgumentError as `scalars`
+    does, and when there is no gradient.
+    """
+    if not gradients:
+        raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
+    wide = computed_in(parameters.dtype)
+    numbers = scalars(rule, hyperparameters, t, wide)
+    # An overflow or a nan is the training's own affair: it is kept in the values, as the kernels keep it.
+    with np.errstate(all="ignore"):
+        total = summed(gradients, scale[:-1], wide)
+        if scale:
+            scaled(total, scale[-1])
+        before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
+        updated = rule.step(before[0], total, *before[1:], *numbers)
+        for target, value in zip((parameters, *slots), updated, strict=True):
+            target[...] = value
+
+
+def summed(gradients: Sequence[Array], weights: Sequence[float], dtype: np.dtype[Any]) -> Array:
+    """The sum of the gradients in replica order, each times its weight, as a new array of this dtype.
+
+    A gradient whose weight is 0 in this precision is left out, also where it is NaN. No weights: all are 1.
+    """
+    total = None
+    with np.errstate(all="ignore"):
+        for gradient, weight in zip(gradients, weights or [1.0] * len(gradients), strict=True):
+            if weight != 1:
+                if dtype.type(weight) == 0:
+                    continue
+                gradient = scaled(gradient.astype(dtype), weight)
+            if total is None:
+                total = gradient.astype(dtype)
+            else:
+                total += gradient
+    return np.zeros(gradients[0].shape, dtype) if total is None else total
+
+
+def scaled(gradient: Array, factor: float) -> Array:
+    """``gradient``, contiguous, multiplied in place."""
+    if factor != 1:
+        real = gradient.view(gradient.real.dtype)  # a product with a complex number would have other infinities
+        with np.errstate(all="ignore"):
+            real *= real.dtype.type(factor)
+    return gradient
+
+
+def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:
+    """What is computed in for variables of ``dtype``: halves, of which squares soon are 0, are widened when they are
+    read and rounded when they are written."""
+    return np.dtype(np.float32 if np.dtype(dtype) == np.float16 else dtype)
+
+
+def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    """The rule's numbers for update t, rounded once, from double precision to the dtype of the variable.
+
+    Where a rule rounds first, they are made in single precision of hyperparameters that are rounded themselves, as
+    TensorFlow holds them: of a ``beta_2`` of 0.999 the rest to 1 is another in the fifth digit. torch and optax compute
+    them in double precision.
+
+    Raises InvalidArgumentError for t < 1, a dtype without fractions, or a hyperparameter that the rule misses.
+    """
+    if t < 1:
+        raise InvalidArgumentError(f"updates are counted from 1: t = {t}")
+    if not rule.takes(dtype):
+        kinds = "floating-point" if rule.is_real else "floating-point and complex"
+        raise InvalidArgumentError(f"only {kinds} variables can be optimized by {rule.name}, not {dtype}")
+    with np.errstate(over="ignore"):
+        if rule.rounds_first and dtype in (np.float32, np.complex64):
+            hyperparameters = {name: float(np.float32(value)) for name, value in hyperparameters.items()}
+        try:
+            numbers = rule.numbers(hyperparameters, t)
+        except KeyError as missing:
+            raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
+        return tuple(map(dtype.type, numbers))
+
+
+def zeros(count: int) -> Callable[[Hyperparameters], Numbers]:
+    """The `initial` of a rule with this many slots that begin with 0."""
+    return lambda given: (0.0,) * count
+
+
+def accumulator(given: Hyperparameters) -> Numbers:
+    """The `initial` of a rule whose one slot begins with a hyperparameter."""
+    return (given["initial_accumulator_value"],)

@@ -1,0 +1,246 @@
+"""The pages of variables and arguments that this process has written: how they are found, named and given back.
+
+Variables and large arguments are mapped so that a write by native code, such as an in-place operation of torch, gives
+this process a copy of the page. No other process sees it. But the copy also hides what the server writes later, so it
+must be found and given back.
+
+The kernel says which pages are such copies. To read that takes about a millisecond for 100 MB, so it is done at the end
+of every run while the variables are small, and otherwise at the end of every hundredth. What is *preserved*
+(:meth:`Mapping.preserve`) is a copy, too: the pages of a mapping are looked at before any of them is preserved, and
+after that the variables are read from a new mapping. So two writes are not found: one to an array that was read before
+an update and is still held after it, which is no longer the variable's value; and one to a copy of a variable whose
+segment cannot be mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping as Pairs
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import VariableWrittenError
+from cs_proto.messages import Run, Variable
+from cs_runtime.shared_memory.mapping import Mapping, pages_of
+from cs_runtime.shared_memory.pagemap import Pagemap
+from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_worker.session.core import path_text
+
+__all__ = ["WrittenPages"]
+
+_log = logging.getLogger("central_storage.worker")
+
+# Variables of so many bytes in all are looked at in every run, larger ones in every hundredth.
+_SMALL_NBYTES = 16 << 20
+_RUNS_BETWEEN = 100
+# The most variables that an error names.
+_NAMED = 8
+# What was written is compared with the segment in pieces of so many bytes, which is a multiple of the page size.
+_PIECE_NBYTES = 1 << 20
+
+
+class _Shown:
+    """The variables that were read in a mapping: their bytes (start, stop) by number, and the pages of all."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, tuple[int, int]] = {}
+        self._pages: list[tuple[int, int]] | None = None
+
+    def add(self, number: int, start: int, stop: int) -> None:
+        self.ranges[number] = start, stop
+        self._pages = None
+
+    def remove(self, number: int) -> None:
+        del self.ranges[number]
+        self._pages = None
+
+    @property
+    def pages(self) -> list[tuple[int, int]]:
+        if self._pages is None:
+            self._pages = pages_of(self.ranges.values())
+        return self._pages
+
+
+class WrittenPages:
+    """The pages of one worker. It counts runs from its start."""
+
+    def __init__(self, lifeline: SupervisorLink, replica: int, name: Callable[[int], str]) -> None:
+        """``name`` gives the name of a variable by its number."""
+        self._lifeline = lifeline
+        self._replica = replica
+        self._name = name
+        self._shown: WeakKeyDictionary[Mapping, _Shown] = WeakKeyDictionary()
+        self._protected: set[int] = set()
+        self._pagemap: Pagemap | None = None
+        self._has_tried = False
+        # The variables that were found written since the last end of a run: the place of the write by name, where it is
+        # known.
+        self._found: dict[str, str] = {}
+        # The first run after the last look at all variables, and the number of runs since.
+        self._since = ""
+        self._now = ""
+        self._runs = 0
+
+    # --- variables ------------------------------------------------------------------------------------------------
+
+    def show(self, mapping: Mapping, record: Variable) -> None:
+        """The function is about to be shown a variable, in this mapping."""
+        found = record.place.offset, record.place.offset + record.array.nbytes
+        if not mapping.copies_on_write or found[0] == found[1]:
+            return
+        self._shown.setdefault(mapping, _Shown()).add(record.number, *found)
+        if record.number in self._protected:
+            mapping.protect([found])
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These variables are freed: others may lie in their places from now on."""
+        numbers = set(numbers)
+        self._protected -= numbers
+        for mapping, shown in self._shown.items():
+            gone = numbers & shown.ranges.keys()
+            if gone:
+                self.look(mapping)
+            for number in gone:
+                shown.remove(number)
+
+    def protect(self, numbers: Iterable[int]) -> None:
+        """Make these variables unwritable, here and wherever they are mapped later."""
+        numbers = set(numbers) - self._protected
+        self._protected |= numbers
+        for mapping, shown in self._shown.items():
+            mapping.protect([shown.ranges[number] for number in numbers & shown.ranges.keys()])
+
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Give back what was written to these variables."""
+        numbers = set(numbers)
+        for mapping, shown in self._shown.items():
+            mapping.restore([shown.ranges[number] for number in numbers & shown.ranges.keys()])
+
+    def fail(self, sites: Pairs[int, str]) -> VariableWrittenError:
+        """The error about a write in this run to these variables, by number, with its line or the empty string. Their
+        pages are given back, and the run fails even if the function handles the error."""
+        self.restore(sites)
+        self._found.update((self._name(number), site) for number, site in sites.items())
+        return self._error(self._now)
+
+    def look(self, mapping: Mapping) -> None:
+        """Find the variables that were written in a mapping, and give their pages back; :attr:`found` says whether
+        there are any."""
+        shown, pagemap = self._shown.get(mapping), self._open_pagemap()
+        if shown is None or pagemap is None:
+            return
+        try:
+            own = mapping.own_pages(pagemap, shown.pages)
+        except OSError as error:
+            self._say_unseen(error)
+            return
+        if own:
+            for number in _written(mapping, own, shown.ranges):
+                self._found.setdefault(self._name(number), "")
+
+    @property
+    def found(self) -> VariableWrittenError | None:
+        """The error about the variables that were found written in this run."""
+        return self._error(self._since) if self._found else None
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def begin_run(self, run: Run) -> None:
+        """A run of the script begins."""
+        self._runs += 1
+        self._now = f"run {path_text(run.run)}" + (f" (step {run.step} of {run.name})" if run.name else "")
+        self._since = self._since or self._now
+
+    def end_run(self) -> None:
+        """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
+        middle of the run."""
+        nbytes = sum(stop - start for shown in self._shown.values() for start, stop in shown.pages)
+        if nbytes <= _SMALL_NBYTES or self._runs >= _RUNS_BETWEEN:
+            for mapping in list(self._shown):
+                self.look(mapping)
+            since, self._since, self._runs = self._since, "", 0
+        else:
+            since = self._since
+        if self._found:
+            error = self._error(since)
+            self._found.clear()
+            raise error
+
+    def explain(self, raised: BaseException) -> None:
+        """The function has raised ``raised``. If a variable was written, add a note to say so."""
+        try:
+            self.end_run()
+        except VariableWrittenError as error:
+            if not isinstance(raised, VariableWrittenError):
+                raised.add_note(str(error))
+
+    # --- arguments ------------------------------------------------------------------------------------------------
+
+    def restore_arguments(self, buffers: Sequence[Array]) -> None:
+        """Give back what was written to large arguments, so that their places show what the sender has put there."""
+        for array in buffers:
+            if not isinstance(array.place, Location):
+                continue
+            mapping = self._lifeline.segment_of(array)
+            if not isinstance(mapping, Mapping) or not mapping.copies_on_write:
+                continue
+            pages = pages_of([(array.place.offset, array.place.offset + array.nbytes)])
+            pagemap = self._open_pagemap()
+            try:
+                mapping.restore(pages if pagemap is None else mapping.own_pages(pagemap, pages))
+            except OSError:
+                mapping.restore(pages)
+
+    # --- how it is done -------------------------------------------------------------------------------------------
+
+    def _open_pagemap(self) -> Pagemap | None:
+        if not self._has_tried:
+            self._has_tried = True
+            try:
+                self._pagemap = Pagemap()
+            except OSError as error:
+                self._say_unseen(error)
+        return self._pagemap
+
+    def _say_unseen(self, error: OSError) -> None:
+        self._pagemap = None
+        _log.warning("writes in place to variables are not found here, because pages cannot be looked at: %s", error)
+
+    def _error(self, since: str) -> VariableWrittenError:
+        names = [f"{name!r} ({site})" if site else repr(name) for name, site in self._found.items()]
+        told = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        what = f"variable {told}" if len(names) == 1 else f"at least one of the variables {told}"
+        return VariableWrittenError(
+            f"replica {self._replica}: something wrote in place to {what}, which a replica may only read. The write "
+            "reached no other process and is undone; this run fails. "
+            + (
+                "Earlier runs are right. "
+                if since == self._now
+                else f"Numbers of this replica may be wrong since {since}: go back to a checkpoint from before it. "
+            )
+            + "Write to a copy (variable.numpy(), x.clone()), or change the variable with assign, assign_add or "
+            "scatter_update"
+        )
+
+
+def _written(mapping: Mapping, own: Sequence[tuple[int, int]], ranges: Pairs[int, tuple[int, int]]) -> list[int]:
+    """Give back the pages ``own``, and say which of the variables (bytes by number) were written there. Small variables
+    share pages: those that had other bits than the segment, or all if there are no such bits."""
+    memory = mapping.elements("uint8")
+    touched: dict[int, None] = {}
+    changed: dict[int, None] = {}
+    for start, stop in own:
+        for first in range(start, stop, _PIECE_NBYTES):
+            last = min(first + _PIECE_NBYTES, stop)
+            before, after = memory[first:last].copy(), memory[first:last]
+            mapping.restore([(first, last)])
+            for number, (low, high) in ranges.items():
+                part = slice(max(low, first) - first, min(high, last) - first)
+                if part.start < part.stop:
+                    touched[number] = None
+                    if not np.array_equal(before[part], after[part]):
+                        changed[number] = None
+    return list(changed or touched)
