@@ -197,15 +197,16 @@ class Dense:
 
 @frozen
 class Rows:
-    """The part of an update that a sparse gradient makes: of the variable of ``shape`` (height, elements of a row) from
-    element ``first`` on; (values, indices) in replica order. ``rule``: another rule than that of the update."""
+    """The part of an update that goes by rows: of the variable of ``shape`` (height, elements of a row) from element
+    ``first`` on; the gradients (values, indices) in replica order, without indices where they have all rows. ``slots``
+    name segments with the same offset. ``rule``: another rule than that of the update."""
 
     dtype: str
     first: int
     shape: tuple[int, int]
     parameters: str
     slots: tuple[str, ...]
-    gradients: tuple[tuple[Array, Array], ...]
+    gradients: tuple[tuple[Array, Array | None], ...]
     rule: str = ""
 
 

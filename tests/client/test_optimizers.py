@@ -25,7 +25,7 @@ from cs_proto.messages import Optimizer as Record
 from cs_proto.messages import Variable, VariableSpec
 
 F32 = np.float32
-KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion")
+KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion", "RowwiseAdagrad")
 
 
 class Backend:
@@ -151,12 +151,14 @@ def test_a_variable_that_gets_a_constraint_is_looked_at_again(s: CentralStorageS
 def test_constructors_name_what_the_table_knows(kind: str) -> None:
     cls = getattr(cs.optimizers, kind)
     parameters = list(inspect.signature(cls).parameters)
-    assert set(parameters) - {"name", "shared", "exclude_from_weight_decay"} == set(OPTIMIZERS[kind].hyperparameters)
+    assert set(parameters) - {"name", "shared", "exclude_from_weight_decay"} == set(
+        OPTIMIZERS[cls.kind].hyperparameters
+    )
     assert parameters[0] == "learning_rate"
     optimizer = cls()
     assert optimizer.name == kind
     assert optimizer.iterations == 0
-    assert optimizer.slot_names == list(SLOTS[rule_of(kind, optimizer._hyperparameters)])
+    assert optimizer.slot_names == list(SLOTS[rule_of(cls.kind, optimizer._hyperparameters)])
     for name in SHARED:
         value = True if name == "lazy" else 1.5
         assert cls(**{name: value}).get_config()[name] == value

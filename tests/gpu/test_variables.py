@@ -17,6 +17,7 @@ from tests.processes.test_gpu_variables import train
 from tests.server.gpu.test_store import Both, apply, table, variables
 
 import central_storage as cs
+from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
@@ -34,7 +35,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     made.close()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - ROWWISE))
 def test_every_rule_against_the_reference(both: Both, rule: str) -> None:
     dense = variables(both, rule, ["float32", "float64"])
     for t in range(1, 4):
@@ -42,7 +43,7 @@ def test_every_rule_against_the_reference(both: Both, rule: str) -> None:
     both.assert_same(0.0 if RULES[rule].is_compiled else 1e-4)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", sorted(RULES.keys() - ROWWISE))
 def test_halves(both: Both, rule: str) -> None:
     both.commit(apply(rule, variables(both, rule, ["float16"])))
     both.assert_same(0.0 if RULES[rule].is_compiled else 4e-3)

@@ -14,6 +14,7 @@ from cs_server.engine.store.state import Config, opened
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
 ADAGRAD = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}
+ROWWISE = {"learning_rate": 0.1, "initial_accumulator_value": 0.0, "epsilon": 1e-10, "weight_decay": 0.0}
 FTRL = {
     "learning_rate": 0.1,
     "learning_rate_power": -0.5,

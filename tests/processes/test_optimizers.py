@@ -11,6 +11,7 @@ import pytest
 
 import central_storage as cs
 from central_storage.optimizers import schedules
+from cs_proto.arithmetic.optimizers import slot_shape
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError
 from cs_server.compute.sparse import merge_reference
 from cs_server.rules import RULES, reference
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"learning_rate": 0.1}),
     "nesterov": ("SGD", {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True}),
     "adagrad": ("Adagrad", {"learning_rate": 0.1}),
+    "rowwise_adagrad": ("RowwiseAdagrad", {"learning_rate": 0.1, "weight_decay": 0.01}),
     "rmsprop": ("RMSprop", {"learning_rate": 0.01, "centered": True}),
     "rmsprop_momentum": ("RMSprop", {"learning_rate": 0.01, "momentum": 0.5}),
     "adam": ("Adam", {"learning_rate": 0.1, "amsgrad": True}),
@@ -57,7 +59,10 @@ class Expected:
         self.rule = RULES[optimizer._rule]
         shapes = (*SHAPES, TABLE)
         self.values = [np.ones(shape, dtype) for shape in shapes]
-        self.slots = [tuple(np.full(s, v, dtype) for v in self.rule.initial(self.given)) for s in shapes]
+        self.slots = [
+            tuple(np.full(slot_shape(self.rule.name, shape), value, dtype) for value in self.rule.initial(self.given))
+            for shape in shapes
+        ]
 
     def step(self, t: int, dtype: str) -> None:
         gradients = [dense(t - 1, replica, dtype) for replica in (0, 1)]

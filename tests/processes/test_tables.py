@@ -96,6 +96,61 @@ def test_all_ways_to_read_and_write_one(two: cs.CentralStorageStrategy) -> None:
     assert two.experimental_local_results(two.run(lambda: (local.sparse, local.sparse_read([2]).sum())))[0] == (True, 2)
 
 
+def test_the_numbers_of_rows_are_all_that_row_wise_adagrad_keeps(own: cs.CentralStorageStrategy) -> None:
+    height, width = 1 << 18, 64  # 64 MiB, and as much for the slot of Adagrad
+    with own.scope():
+        table = cs.Variable(np.zeros((height, width), F32), name="table", sparse=True)
+        optimizer = cs.optimizers.RowwiseAdagrad(0.5, initial_accumulator_value=1.0)
+
+    def step() -> None:
+        rows = np.array([5, 5, height - 1])
+        optimizer.apply_gradients([(cs.IndexedSlices(np.ones((3, width), F32), rows), table)])
+
+    def expected(steps: int) -> tuple[float, float]:
+        """The first element and the number of row 5, which both replicas name twice."""
+        value, number = F32(0), F32(1)
+        for _ in range(steps):
+            number += F32(16)
+            value -= F32(0.5) / (np.sqrt(number) + F32(1e-10)) * F32(4)
+        return float(value), float(number)
+
+    slot = optimizer.get_slot(table, "sum")
+    assert (slot.shape, slot.numpy().tolist()[:2]) == ((height,), [1, 1])
+    for _ in range(2):
+        own.run(step)
+    assert (float(table.sparse_read(5)[0]), float(slot.numpy()[5])) == expected(2)
+    assert set(np.flatnonzero(slot.numpy() != 1)) == {5, height - 1}
+    assert memory(own, "slots") == {"slots/1/sum/sparse/float32": 4 * height}
+    assert own.statistics().slot_nbytes == 4 * height
+    os.kill(own.statistics().pid, signal.SIGKILL)
+    own.run(step)
+    assert (float(table.sparse_read(5)[0]), float(slot.numpy()[5])) == expected(3)
+    with pytest.raises(InvalidArgumentError, match=r"slot table/sum is float32\[262144\]"):
+        slot.assign(np.zeros((height, width), F32))
+    slot.assign(np.zeros(height, F32))
+    assert not slot.numpy().any()
+
+
+def test_a_checkpoint_keeps_the_numbers_of_rows(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    def made() -> tuple[cs.Variable, cs.optimizers.Optimizer, cs.train.Checkpoint]:
+        with two.scope():
+            table = cs.Variable(np.ones((6, 2), F32), sparse=True)
+            optimizer = cs.optimizers.RowwiseAdagrad(0.5)
+        return table, optimizer, cs.train.Checkpoint(table=table, optimizer=optimizer)
+
+    def step(table: Any, optimizer: Any) -> None:
+        optimizer.apply_gradients([(cs.IndexedSlices(np.ones((1, 2), F32), np.array([4])), table)])
+
+    first, second = made(), made()
+    two.run(step, first[:2])
+    second[2].restore(first[2].save(tmp_path / "rows"))
+    for table, optimizer, _ in (first, second):
+        two.run(step, (table, optimizer))
+        assert optimizer.get_slot(table, "sum").numpy().tolist() == [0, 0, 0, 0, 8, 0]
+        assert [weight.shape for weight in optimizer.get_weights()] == [(), (6,)]
+    assert first[0].numpy().tolist() == second[0].numpy().tolist()
+
+
 def test_a_checkpoint_goes_into_a_dense_variable_and_back(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
     class Model:
         def __init__(self, *, sparse: bool) -> None:

@@ -245,6 +245,10 @@ def _by_hand(kind: str, given: dict[str, float], t: int, g: float, f: _Formula) 
     if kind == "adagrad":
         s["acc"] += g * g
         f.w -= lr * g / (math.sqrt(s["acc"]) + epsilon)
+    elif kind == "rowwise_adagrad":  # each element of a vector is a row
+        decayed = g + given["weight_decay"] * f.w
+        s["acc"] += decayed**2
+        f.w -= lr / (math.sqrt(s["acc"]) + epsilon) * decayed
     elif kind.startswith("rmsprop"):
         s["a"] = rho * s["a"] + (1 - rho) * g * g
         s["c"] = rho * s["c"] + (1 - rho) * g

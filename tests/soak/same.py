@@ -27,7 +27,7 @@ REPLICAS = 2
 _ROWS = 32
 #: Steps of a training, of which a checkpoint is made in the middle.
 _STEPS = 20
-_RULES = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Ftrl", "Nadam", "RMSprop")
+_RULES = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Ftrl", "Nadam", "RMSprop", "RowwiseAdagrad")
 #: A replica pauses for up to so long, seconds.
 _PAUSE = 0.002
 

@@ -167,9 +167,8 @@ class Loop:
         except BaseException as raised:
             if self._shop.interrupts.terminating:
                 raise
-            if outer is None:
-                written.explain(raised)
-            error = raised_error(raised, replica.replica, replica.count, self._shop.arena)
+            told = written.verdict(raised) if outer is None else raised
+            error = raised_error(told, replica.replica, replica.count, self._shop.arena)
         finally:
             self._under_way.pop()
         if restore is not None:
@@ -182,7 +181,9 @@ class Loop:
     def _send_return(self, replica: Replica, run: Run, value: Value | None, error: messages.Error | None) -> None:
         replica.send_return(value, error)
         # Not earlier, because a small result may be a view of an argument.
-        self._shop.catalogue.written.restore_arguments(run.buffers)
+        for array in run.buffers:
+            if isinstance(array.place, Location):
+                self._shop.catalogue.written.restore_array(array)
 
     def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:
         shop = self._shop
@@ -205,8 +206,6 @@ class Loop:
     def _call_user(self, sender: bytes, run: Run, streams: Streams) -> Any:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
-        # An array of an earlier run that the function has kept may lie in the same place, and may have been written.
-        shop.catalogue.written.restore_arguments(run.buffers)
         buffers = [self._buffer(array) for array in run.buffers]
         args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
         if not shop.device.is_host:

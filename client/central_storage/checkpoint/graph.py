@@ -406,7 +406,7 @@ def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
             return None
         return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
 
-    return _Entry(variable.dtype, variable.shape, read, write, fault)
+    return _Entry(variable.dtype, optimizer.slot_shape(variable), read, write, fault)
 
 
 def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:

@@ -6,7 +6,7 @@ from central_storage.diagnostics.tensorflow_names import attributes
 
 from . import schedules
 from .accumulator import GradientAccumulator
-from .adagrad import Adadelta, Adagrad
+from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
 from .lion import Lion
@@ -30,6 +30,7 @@ __all__ = [
     "Nadam",
     "Optimizer",
     "RMSprop",
+    "RowwiseAdagrad",
     "apply_gradients",
     "optimizer_of",
     "schedules",

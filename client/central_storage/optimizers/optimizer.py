@@ -20,7 +20,7 @@ from central_storage.core.context import (
 from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.variables.variable import Variable
-from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
+from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of, slot_shape
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
@@ -269,7 +269,11 @@ class Optimizer(Weights):
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
-        return Slot(self, var, slot_name)
+        return Slot(self, var, slot_name, self.slot_shape(var))
+
+    def slot_shape(self, variable: Variable) -> tuple[int, ...]:
+        """The shape of the slots beside a variable."""
+        return slot_shape(self._rule, variable.shape)
 
     def slot_value(self, variable: Variable, slot: str) -> np.ndarray:
         """A copy of a slot, also of an optimizer that belongs to no strategy yet."""

@@ -22,16 +22,17 @@ __all__ = ["Slot"]
 
 @presented
 class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
-    """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, also
-    in operators."""
+    """One slot of one variable: an array of its dtype, and of its shape or that of its first axis, held by the server.
+    Every read is a copy, also in operators."""
 
-    def __init__(self, optimizer: Handle, variable: Variable, slot: str) -> None:
+    def __init__(self, optimizer: Handle, variable: Variable, slot: str, shape: tuple[int, ...]) -> None:
         assert variable.strategy is not None
         self._strategy = variable.strategy
         self._held = optimizer  # so that the server does not free it
         self._optimizer = handle_id(optimizer)[1]
         self._variable = variable
         self._slot = slot
+        self._shape = shape
 
     @property
     def name(self) -> str:
@@ -40,8 +41,8 @@ class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The variable's shape."""
-        return self._variable.shape
+        """The variable's shape; of an optimizer with one number for each row, its first axis."""
+        return self._shape
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -9,7 +9,7 @@ from cs_proto.arithmetic.optimizers import OPTIMIZERS, defaults_of
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
-from .adagrad import Adadelta, Adagrad
+from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
 from .lion import Lion
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from central_storage.core.backends import Strategy
 
 _KINDS: dict[str, type[Optimizer]] = {
-    cls.kind: cls for cls in (SGD, Adagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl, Lion)
+    cls.kind: cls for cls in (SGD, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl, Lion)
 }
 
 

@@ -34,9 +34,7 @@ class Batch(NamedTuple):
     weights: Any
 
 
-def batches(
-    strategy: CentralStorageStrategy, loader: Iterable[Any], weight: Weigh | None = None
-) -> DistributedDataset:
+def batches(strategy: CentralStorageStrategy, loader: Iterable[Any], weight: Weigh | None = None) -> DistributedDataset:
     """The batches of a loader, for functions that ``cst.step``, ``cst.function`` or ``cst.evaluate`` has decorated.
 
     Each batch is split by rows. The shares may differ in size; a batch with fewer rows than replicas leaves some
@@ -153,7 +151,8 @@ def _weights(given: Any, rows: int) -> np.ndarray:
         raise InvalidArgumentError(f"weight returned the shape {weights.shape} for a batch of {rows} rows")
     if not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
         raise InvalidArgumentError("weight must return finite numbers of at least 0 that are not all 0")
-    return weights / weights.sum()
+    normalized: np.ndarray = weights / weights.sum()
+    return normalized
 
 
 def share_of(batch: tuple[Any, Any, Any], replica: int, replicas: int) -> tuple[Any, Share, np.ndarray | None]:

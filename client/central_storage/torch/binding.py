@@ -130,8 +130,8 @@ def _change_of(p: CentralParameter) -> str:
             "centralized; centralize the module in its last form"
         )
     return (
-        f"parameter {p.variable.name} was written or converted in the script (it is {p.dtype} now), but its value is in "
-        f"the server, as {dtype}; convert a module before cst.centralize, and change values by load_state_dict or "
+        f"parameter {p.variable.name} was written or converted in the script (it is {p.dtype} now), but its value is "
+        f"in the server, as {dtype}; convert a module before cst.centralize, and change values by load_state_dict or "
         "parameter.variable.assign"
     )
 

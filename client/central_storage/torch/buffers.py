@@ -51,7 +51,7 @@ class _Member(NamedTuple):
 
 
 class _Pack:
-    """Buffers of one dtype in one variable of the shape [1, elements] or, with the rule "local", [replicas, elements]."""
+    """Buffers of one dtype in one variable of the shape [1, elements]; with the rule "local" [replicas, elements]."""
 
     def __init__(self, dtype: torch.dtype, members: list[_Member], variable: Variable) -> None:
         self.dtype = dtype
@@ -116,8 +116,8 @@ class CentralBuffers:
             values = torch.cat([buffer.detach().cpu().reshape(-1) for buffer in unique.values()])
             rows = values.to(stored_dtype(dtype, members[0].label)).numpy()[None]
             label = members[0].label if len(members) == 1 else f"buffers.{str(dtype).removeprefix('torch.')}"
-            variable = Variable(np.repeat(rows, replicas if rule == "local" else 1, axis=0), trainable=False, name=label)
-            self._packs.append(_Pack(dtype, members, variable))
+            central = np.repeat(rows, replicas if rule == "local" else 1, axis=0)
+            self._packs.append(_Pack(dtype, members, Variable(central, trainable=False, name=label)))
         for owner in {root.get_submodule(member.path) for pack in self._packs for member in pack.members}:
             vars(owner)[_KEY] = self
 

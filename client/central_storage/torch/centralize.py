@@ -11,11 +11,11 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from central_storage.core.context import current_replica, get_strategy, has_strategy, in_cross_replica_context
+from central_storage.core.context import get_strategy, has_strategy, in_cross_replica_context
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -30,32 +30,14 @@ __all__ = ["centralize", "own_parameters", "pull", "remove_hooks"]
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-@overload
 def centralize(
-    module: M,
+    module: M | Callable[[], M],
     buffers: Literal["first", "mean", "local"] = "first",
     sync_batchnorm: bool = False,
     protect: bool | Literal["readonly"] = True,
     *,
     strategy: CentralStorageStrategy | None = None,
-) -> M: ...
-@overload
-def centralize(
-    module: Callable[[], M],
-    buffers: Literal["first", "mean", "local"] = "first",
-    sync_batchnorm: bool = False,
-    protect: bool | Literal["readonly"] = True,
-    *,
-    strategy: CentralStorageStrategy | None = None,
-) -> M: ...
-def centralize(
-    module: Any,
-    buffers: Literal["first", "mean", "local"] = "first",
-    sync_batchnorm: bool = False,
-    protect: bool | Literal["readonly"] = True,
-    *,
-    strategy: CentralStorageStrategy | None = None,
-) -> Any:
+) -> M:
     """Move the parameters and buffers of a module into the server. Call it under ``strategy.scope()``.
 
     The module stays the same object, with the same parameters, ties, groups and hooks; only the values are elsewhere.
@@ -98,6 +80,8 @@ def centralize(
     if protect not in (True, "readonly"):
         raise InvalidArgumentError(f"protect must be True or 'readonly', not {protect!r}")
     owner = _owner(strategy)
+    made: Any
+    factory: Any
     made, factory = (module, None) if isinstance(module, torch.nn.Module) else (_made_by(module), module)
     if sync_batchnorm:
         made = synchronized(made)
@@ -115,7 +99,7 @@ def centralize(
         _watch(each)
     if factory is not None:
         _send_by_factory(made, factory, sync_batchnorm)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def pull(module: M) -> M:
@@ -304,7 +288,8 @@ def _restore(made: torch.nn.Module, state: tuple[list[Any], list[Any]]) -> None:
     """Give a module in a replica what the one in the script has."""
     states, parameters = state
     names = [name for name, _ in made.named_parameters(remove_duplicate=False)]
-    if names != [name for name, _ in parameters] or [path for path, _ in made.named_modules()] != [p for p, _ in states]:
+    paths = [path for path, _ in made.named_modules()]
+    if names != [name for name, _ in parameters] or paths != [path for path, _ in states]:
         raise InvalidArgumentError(
             "the function given to centralize makes another module in a replica than in the script; it must make the "
             "same each time, and the module must not get other parts after centralize"

@@ -15,7 +15,7 @@ import torch
 from central_storage.core.context import get_replica_context, has_strategy
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-from .share import ALONE, Share, here
+from .share import Share, here
 
 __all__ = ["all_gather", "all_reduce", "own_weight", "sum_over_replicas"]
 
@@ -105,7 +105,7 @@ def _share(what: str) -> Share | None:
         return None
     if here.share is not None:
         return here.share
-    return ALONE._replace(replica=int(context.replica_id_in_sync_group), replicas=context.num_replicas_in_sync)
+    return Share(int(context.replica_id_in_sync_group), 1.0, False, context.num_replicas_in_sync)
 
 
 def _crossing(gradient: torch.Tensor, share: Share) -> torch.Tensor:
@@ -132,7 +132,7 @@ class _Sum(torch.autograd.Function):
         return sum_over_replicas(torch.zeros_like(tensor) if share.is_empty else tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _crossing(gradient, ctx.share), None
 
@@ -153,7 +153,7 @@ class _Gather(torch.autograd.Function):
         return torch.from_numpy(np.array(whole)).to(tensor.device, tensor.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         whole = _crossing(gradient, ctx.share)
         if ctx.share.is_empty:

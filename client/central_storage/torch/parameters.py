@@ -63,7 +63,8 @@ def _received(
             made.register_hook(hook)
         for hook in after:
             made.register_post_accumulate_grad_hook(hook)
-    return made.requires_grad_(requires_grad)
+    made.requires_grad_(requires_grad)
+    return made
 
 
 def empty_like(shape: Any, dtype: torch.dtype) -> torch.Tensor:

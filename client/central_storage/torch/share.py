@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-__all__ = ["ALONE", "Share", "here"]
+__all__ = ["Share", "here"]
 
 
 class Share(NamedTuple):
@@ -19,10 +19,6 @@ class Share(NamedTuple):
     is_empty: bool
     #: The number of replicas that have rows.
     replicas: int
-
-
-#: The share of code outside of our functions: gradients count as they are.
-ALONE = Share(0, 1.0, False, 1)
 
 
 class _Here(threading.local):

@@ -258,16 +258,22 @@ class Step(Decorated):
     """What :func:`step` makes of a function."""
 
     def ahead(
-        self, batches: Any, scheduler: Any = None, *, steps: int | None = None, lookahead: int = LOOKAHEAD, **kwargs: Any
+        self,
+        batches: Any,
+        scheduler: Any = None,
+        *,
+        steps: int | None = None,
+        lookahead: int = LOOKAHEAD,
+        **kwargs: Any,
     ) -> Iterator[float]:
         """Iterate over the mean losses of many batches, and send steps before the loop asks for their losses.
 
-        The results have the same bits as those of single calls. The scheduler is stepped after each step, and its rates
-        are computed ahead of time; what the loop itself changes holds from the first step that has not been sent.
+        The results have the same bits as those of single calls. The scheduler is stepped with each loss, and its rates
+        are computed ahead of time.
 
         Args:
             batches: What ``cst.batches`` returns, or an iterator of it.
-            scheduler: A scheduler of ``torch.optim.lr_scheduler`` that does not look at losses, or None.
+            scheduler: A scheduler of ``torch.optim.lr_scheduler`` that does not look at losses, several, or None.
             steps: The largest number of batches; None: all.
             lookahead: How many steps are sent ahead.
             **kwargs: Keyword arguments of every call.
@@ -278,44 +284,26 @@ class Step(Decorated):
         Raises:
             Exception: As ``strategy.run_steps`` and the scheduler.
         """
+        from .optim.schedules import rates_ahead  # late: single steps do not need it
+
         strategy = self._begin()
-        rates = None if scheduler is None else self._rates(scheduler)
+        rates = rates_ahead(self._binding.optimizers, scheduler)
         given: dict[str, Any] = {"flags": _Flags(self._binding), "kwargs": kwargs}
-        more = {} if rates is None else {"rates": rates}
-        series = strategy.run_steps(
-            self._replica, batches, steps, given, lookahead=lookahead, options=_KEEP, **more
-        )
-        return self._losses(strategy, series, scheduler)
+        more: dict[str, Any] = {"rates": rates} if rates else {}
+        series = strategy.run_steps(self._replica, batches, steps, given, lookahead=lookahead, options=_KEEP, **more)
+        return self._losses(strategy, series, rates)
 
-    def _rates(self, scheduler: Any) -> Any:
-        from .optim.schedules import rates_ahead  # late: only this needs it
-
-        return rates_ahead(self._binding.optimizers, scheduler)
-
-    def _losses(self, strategy: Any, series: Any, scheduler: Any) -> Iterator[float]:
-        counted = 0
-
-        def count() -> None:
-            nonlocal counted
-            counted += 1
-            self._count()
-            if scheduler is not None:
-                scheduler.step()
-
+    def _losses(self, strategy: Any, series: Any, rates: Any) -> Iterator[float]:
         try:
             for results in series:
-                count()
+                rates.taken()
                 yield combined(strategy.experimental_local_results(results))
-                if scheduler is None:
-                    for optimizer in self._binding.optimizers:
-                        optimizer.push()
         except MergeMismatchError as error:
             self._explain(error)
             raise
         finally:
             series.close()
-            for _ in range(counted, series.steps):  # those that were sent ahead of a loop that was left
-                count()
+            rates.settle(series.steps)
 
 
 class _Flags:
@@ -460,7 +448,9 @@ def _checked_loss(loss: Any, fn: Callable[..., Any], replica: int, *, allow_nan:
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
-        raise InvalidArgumentError(f"{name} must return one loss, the mean over its rows, not {list(loss.shape)} values")
+        raise InvalidArgumentError(
+            f"{name} must return one loss, the mean over its rows, not {list(loss.shape)} values"
+        )
     if not loss.requires_grad:
         raise InvalidArgumentError(
             f"the loss that {name} returned depends on no parameter that needs a gradient: it was detached, computed "
@@ -469,7 +459,7 @@ def _checked_loss(loss: Any, fn: Callable[..., Any], replica: int, *, allow_nan:
     value = loss.item()
     if not allow_nan and math.isnan(value):
         streams = streams_here()
-        number = "" if streams is None else f" in call {int(streams.counter(1)[3])}"
+        number = "" if streams is None else f" in call {streams.place[3]}"
         raise FloatingPointError(
             f"the loss of {name} is NaN{number} in replica {replica}; nothing has changed. allow_nan=True of cst.step "
             "trains on it as torch does"

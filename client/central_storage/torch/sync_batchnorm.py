@@ -19,7 +19,7 @@ __all__ = ["SyncBatchNorm", "synchronized"]
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
+class SyncBatchNorm(_BatchNorm):
     """A BatchNorm that normalizes by the rows of all replicas, as one process with the whole batch would.
 
     ``cst.centralize(module, sync_batchnorm=True)`` puts it in the place of ``BatchNorm1d``, ``2d`` and ``3d``. Its
@@ -94,7 +94,7 @@ def _statistics(given: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.
         if share.is_empty:
             rows = rows[:, :0]
         count = rows.shape[1]
-        total = sum_over_replicas(torch.cat([rows.sum(1), rows.new_tensor([count], dtype=torch.float64).to(rows.dtype)]))
+        total = sum_over_replicas(torch.cat([rows.sum(1), rows.new_full((1,), count)]))
         whole = float(total[-1])
         mean = total[:-1] / whole
         squares = sum_over_replicas((rows - mean[:, None]).square().sum(1))
@@ -114,7 +114,7 @@ class _Normalize(torch.autograd.Function):
         return normalized
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         normalized, scale = ctx.saved_tensors
         share, axes = ctx.share, [0, *range(2, gradient.dim())]

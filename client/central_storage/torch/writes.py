@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from central_storage.core.context import replica_here
 from central_storage.diagnostics.callers import is_ours, root_package
+
 from .share import here
 
 __all__ = ["raise_written"]
@@ -44,7 +45,7 @@ def _lines_of(binding: Any, written: Sequence[Any]) -> dict[int, str]:
     return finder.lines
 
 
-class _Finder(TorchDispatchMode):  # type: ignore[misc]
+class _Finder(TorchDispatchMode):
     """Notes the lines whose operations write to the memory of parameters, and carries them out: the pages are private."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -55,9 +56,9 @@ class _Finder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in _written_by(func, args, kwargs):
-            owner = self._owners.get(written.untyped_storage().data_ptr()) if written.layout is torch.strided else None
-            if owner is not None:
-                self.lines.setdefault(owner, _line_of_user())
+            address = written.untyped_storage().data_ptr() if written.layout is torch.strided else 0
+            if address in self._owners:
+                self.lines.setdefault(self._owners[address], _line_of_user())
         return func(*args, **kwargs)
 
 

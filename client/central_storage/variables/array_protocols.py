@@ -94,9 +94,14 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
         """The value for torch, JAX and others.
 
         In a replica on a CPU a consumer that knows read-only memory (``max_version`` of (1, 0) or later) gets the
-        read-only view; any other gets a copy of its own. Elsewhere the value is a copy already. A copy begins at a
-        multiple of 64 bytes, so that JAX need not make another. Raises BufferError if ``copy`` is False and a copy
-        is needed, or if the value does not lie on ``dl_device``.
+        read-only view; any other gets a copy of its own. torch is of the first kind, and ignores that the memory is
+        read-only: a write in place stays in the replica's process, and the run fails with VariableWrittenError. JAX is
+        of the second kind: ``jax.device_put(np.asarray(variable))`` takes the view without a copy, so for 100 MB it
+        takes 0.1 ms where ``jax.numpy.from_dlpack(variable)`` takes 34 ms.
+
+        Elsewhere the value is a copy already. A view and a copy begin at a multiple of 64 bytes, so that JAX need not
+        make another. Raises BufferError if ``copy`` is False and a copy is needed, or if the value does not lie on
+        ``dl_device``.
         """
         value = self.current()
         options = {"stream": stream, "max_version": max_version, "dl_device": dl_device}

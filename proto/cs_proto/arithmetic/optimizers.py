@@ -22,6 +22,7 @@ from cs_proto.frozen import frozen
 __all__ = [
     "CLIPS",
     "OPTIMIZERS",
+    "ROWWISE",
     "SHARED",
     "SLOTS",
     "WITHOUT_DECAY",
@@ -34,6 +35,7 @@ __all__ = [
     "is_flag",
     "only",
     "rule_of",
+    "slot_shape",
 ]
 
 Hyperparameters: TypeAlias = Mapping[str, float]
@@ -317,6 +319,15 @@ OPTIMIZERS: Mapping[str, _Optimizer] = {
         _ftrl,
         fixed=frozenset({"learning_rate_power"}),
     ),
+    "rowwise_adagrad": _Optimizer(
+        {
+            "learning_rate": _RATE,
+            "initial_accumulator_value": _NOT_NEGATIVE,
+            "epsilon": _NOT_NEGATIVE,
+            "weight_decay": _NOT_NEGATIVE,
+        },
+        lambda given: "rowwise_adagrad",
+    ),
     "Lion": _Optimizer({**_LION}, lambda given: "lion"),
     **{f"torch.{name}": optimizer for name, optimizer in _TORCH.items()},
     **{f"optax.{name}": optimizer for name, optimizer in _OPTAX.items()},
@@ -341,6 +352,7 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "adadelta": ("accum_grad", "accum_var"),
     "ftrl": ("accumulator", "linear"),
     "ftrl_power": ("accumulator", "linear"),
+    "rowwise_adagrad": ("sum",),
     "lion": ("m",),
     "torch_sgd": (),
     "torch_sgd_momentum": ("momentum_buffer",),
@@ -367,6 +379,9 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
 
 #: The slots that exist only where the optimizer was made with a momentum.
 _MOMENTA = frozenset({"momentum", "momentum_buffer", "trace"})
+
+#: The rules that keep one number for each row of a variable: its first axis.
+ROWWISE = frozenset({"rowwise_adagrad"})
 
 #: The rules with weight decay, and the same rules without it, for variables that are exempt.
 WITHOUT_DECAY: Mapping[str, str] = {"adamw": "adam", "adamw_amsgrad": "adam_amsgrad"}
@@ -415,6 +430,11 @@ def check_exempt(kind: str, rule: str, patterns: Iterable[str]) -> None:
 def only(name: str) -> str:
     """The pattern of the one variable of this name, among those that are exempt."""
     return f"^{re.escape(name)}$"
+
+
+def slot_shape(rule: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a slot of this rule beside a variable of this ``shape``."""
+    return shape[:1] if rule in ROWWISE else shape
 
 
 def is_flag(kind: str, name: str) -> bool:

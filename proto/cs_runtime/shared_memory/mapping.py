@@ -261,9 +261,10 @@ class Mapping:
 
         Raises :class:`MemoryPlanError` if the kernel has no memory for its records of that.
         """
-        self._unwritable = merged([*self._unwritable, *pages_of(ranges)])
-        for start, stop in pages_of(ranges):
+        pages = pages_of(ranges)
+        for start, stop in pages:
             self._set_rights(start, stop, mmap.PROT_READ)
+        self._unwritable = merged([*self._unwritable, *pages])
 
     def _take_rights(self, start: int, stop: int) -> None:
         """Make the pages of a range unwritable that are to be so."""

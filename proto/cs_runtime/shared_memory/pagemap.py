@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 import numpy as np
 
@@ -17,6 +18,10 @@ __all__ = ["Pagemap"]
 _ENTRY_NBYTES = 8
 # Entries that are read at once: those of a GiB of small pages.
 _AT_ONCE = 1 << 18
+# What the last bytes of entries, which have the three bits, say by their value: 1 for a page of the process's own. And
+# the values that do not say so. bytes.translate looks at few pages faster than NumPy does.
+_IS_OWN = bytes((byte & 0b11000000) > 0 and not byte & 0b00100000 for byte in range(256))
+_NOT_OWN = bytes(byte for byte in range(256) if not _IS_OWN[byte])
 
 
 class Pagemap:
@@ -25,11 +30,8 @@ class Pagemap:
     def __init__(self) -> None:
         """Raises OSError where this process may not see its pages, or the kernel does not say whose they are."""
         self._file = os.open("/proc/self/pagemap", os.O_RDONLY)
-        try:
-            self._test()
-        except OSError:
-            os.close(self._file)
-            raise
+        weakref.finalize(self, os.close, self._file).atexit = False
+        self._test()
 
     def own_pages(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pages between two addresses, both multiples of the page size, that this process has written: as ascending
@@ -39,13 +41,13 @@ class Pagemap:
         """
         found: list[tuple[int, int]] = []
         for first in range(start, stop, _AT_ONCE * mmap.PAGESIZE):
-            entries = np.empty(min((stop - first) // mmap.PAGESIZE, _AT_ONCE), np.uint64)
-            nbytes = os.preadv(self._file, [entries.data], first // mmap.PAGESIZE * _ENTRY_NBYTES)
-            if nbytes != entries.nbytes:
-                raise OSError(f"/proc/self/pagemap has {nbytes} of {entries.nbytes} bytes")
-            state = entries >> np.uint64(61)
-            is_own = (state != 0) & ((state & np.uint64(1)) == 0)
-            if is_own.any():
+            count = min((stop - first) // mmap.PAGESIZE, _AT_ONCE)
+            entries = os.pread(self._file, count * _ENTRY_NBYTES, first // mmap.PAGESIZE * _ENTRY_NBYTES)
+            if len(entries) != count * _ENTRY_NBYTES:
+                raise OSError(f"/proc/self/pagemap has only {len(entries)} bytes for {count} pages")
+            last_bytes = entries[_ENTRY_NBYTES - 1 :: _ENTRY_NBYTES]
+            if last_bytes.translate(None, _NOT_OWN):
+                is_own = np.frombuffer(last_bytes.translate(_IS_OWN), np.bool_)
                 bounds = np.flatnonzero(np.diff(is_own, prepend=False, append=False)).reshape(-1, 2) * mmap.PAGESIZE
                 found += [(first + int(low), first + int(high)) for low, high in bounds]
         return found

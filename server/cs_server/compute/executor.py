@@ -19,14 +19,14 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from cs_proto.arithmetic import reduction
-from cs_proto.arithmetic.optimizers import Hyperparameters
+from cs_proto.arithmetic.optimizers import Hyperparameters, slot_shape
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
-from cs_server.rules import RULES, Rule, scaled
+from cs_server.rules import RULES, Rule, computed_in, scaled
 
 from .clipping import UNBOUNDED, Clipping, factors_together, square_of
 from .kernels import BoundRanges, apply_dense
@@ -165,16 +165,23 @@ class Executor:
         if key not in self._tables:
             if len(self._tables) >= _PLANS:
                 self._tables.clear()
-            place = slice(rows.first, rows.first + math.prod(rows.shape))
-            parameters, *slots = (
-                self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
-                for name in (rows.parameters, *rows.slots)
-            )
-            self._tables[key] = Table(rule, parameters, tuple(slots))
+
+            def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+                elements = self._memory.elements(name, rows.dtype)
+                return elements[rows.first : rows.first + math.prod(shape)].reshape(shape)
+
+            slots = tuple(array(name, slot_shape(rule.name, rows.shape)) for name in rows.slots)
+            self._tables[key] = Table(rule, array(rows.parameters, rows.shape), slots)
         return self._tables[key]
 
     def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        every, wide = np.arange(rows.shape[0]), computed_in(rows.dtype)
+        gradients = [
+            (self._memory.view(values).astype(wide, copy=False), every)  # dense ones are added up in that dtype
+            if indices is None
+            else (self._memory.view(values), self._memory.view(indices))
+            for values, indices in rows.gradients
+        ]
         return weighted(gradients, weights) if weights else gradients
 
     def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:

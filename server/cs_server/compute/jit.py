@@ -25,7 +25,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from cs_server.rules import Array, Rule
+from cs_server.rules import MEAN_LANES, Array, Rule
 
 from . import object_loader
 
@@ -44,8 +44,12 @@ def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes
     """The machine code of the kernel of this rule and dtype, for `object_loader.kernel`: of whole ranges, or of the
     rows that sparse gradients name."""
     # No fastmath: an update has the bits of the reference.
-    step = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
+    step = _step(rule.step)
     piece, arrays = map(_inlined, unrolled(len(rule.slots), step, dtype))
+    if rule.row is not None:
+        piece = _inlined(unrolled(0, _step(lambda *given: step(*given)[:1]), dtype)[0])
+        loop = _inlined(rowwise(_inlined(squares(_step(rule.row))), piece))
+        return _machine_code(_enter_rowwise(loop, arrays, dtype, rule.count_of_numbers))
     if is_sparse:
         return _machine_code(_enter_sparse(_inlined(sparse(piece)), arrays, dtype, rule.count_of_numbers))
     return _machine_code(_enter_dense(_inlined(dense(piece)), arrays, dtype, rule.count_of_numbers))
@@ -54,6 +58,10 @@ def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes
 def build_merge(dtype: np.dtype[Any]) -> bytes:
     """The machine code of the loop that adds up sparse gradients of this dtype."""
     return _machine_code(_enter_merge(dtype))
+
+
+def _step(function: Any) -> Any:
+    return numba.njit(error_model="numpy", forceinline=True, **_ALONE)(function)
 
 
 def _inlined(function: Any) -> Any:
@@ -304,19 +312,120 @@ def sparse(piece: Callable[..., None]) -> Callable[..., None]:
                 if number <= done:
                     continue
                 last = min(first + chunk, width)
-                node = named[k, 1]
-                g, h = _elements(brought[node, 0], like, width)[first:last], scratch[: last - first]
-                node = brought[node, 1]
-                while node >= 0:
-                    total = scratch[chunk : chunk + last - first]
-                    for i in range(total.shape[0]):
-                        total[i] = g[i] + h[i]
-                    g, h = total, _elements(brought[node, 0], like, width)[first:last]
-                    node = brought[node, 1]
+                g, h = _addends_of_row(brought, named[k, 1], like, width, first, last, scratch)
                 start = named[k, 0] * width
                 piece(arrays, start + first, start + last, g, h, number, numbers, progress, area)
 
     return loop
+
+
+def rowwise(squares: Callable[..., None], piece: Callable[..., None]) -> Callable[..., None]:
+    """The loop as `sparse` makes it, for a rule with one number for each row, which lie in the second of ``arrays``.
+
+    The first piece of a row adds the mean of its squares to its number, from the parameters as they were; the others
+    update its parameters. ``partial`` has room for the sums of the squares.
+    """
+
+    def loop(
+        values: Array,
+        indices: Array,
+        lengths: Array,
+        share: Array,
+        memory: tuple[Array, Array, Array],
+        partial: Array,
+        arrays: tuple[Array, Array],
+        numbers: tuple[Any, ...],
+        chunk: int,
+        progress: Array,
+        area: Array,
+        scratch: Array,
+    ) -> None:
+        table, named, brought = memory
+        (like, sums), width = arrays, share[3]
+        count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
+        done, number, ahead = _done(progress), 0, min(width, chunk)
+        for k in range(count):
+            if k + _AHEAD < count:
+                row = named[k + _AHEAD, 0]
+                _prefetch(sums, row)
+                _foresee(like, row * width, row * width + ahead)
+                _foresee(_elements(brought[named[k + _AHEAD, 1], 0], like, width), 0, ahead)
+            row, node = named[k, 0], named[k, 1]
+            start = row * width
+            number += 1
+            is_summed = number > done
+            if is_summed:
+                for lane in range(partial.shape[0]):
+                    partial[lane] = 0
+                for first in range(0, width, chunk):
+                    last = min(first + chunk, width)
+                    g, h = _addends_of_row(brought, node, like, width, first, last, scratch)
+                    squares(first, like[start + first : start + last], g, h, numbers, partial)
+                _add_mean(sums, row, partial, width, number, progress, area)
+            for first in range(0, width, chunk):
+                number += 1
+                if number <= done:
+                    continue
+                last = min(first + chunk, width)
+                if width > chunk or not is_summed:
+                    g, h = _addends_of_row(brought, node, like, width, first, last, scratch)
+                piece((like,), start + first, start + last, g, h, number, (sums[row], *numbers), progress, area)
+
+    return loop
+
+
+def squares(row: Callable[..., Any]) -> Callable[..., None]:
+    """The loop that adds the squares of what a rule makes of parameters and gradients to partial sums: the i-th element
+    of a row to that of number i modulo their count, as `cs_server.rules.mean_squares` does. ``first`` is the element of
+    the row with which the arrays begin."""
+
+    def loop(first: int, w: Array, g: Array, h: Array, numbers: tuple[Any, ...], partial: Array) -> None:
+        whole = 0 if first % MEAN_LANES else w.shape[0] // MEAN_LANES * MEAN_LANES
+        for i in range(0, whole, MEAN_LANES):
+            for lane in range(MEAN_LANES):
+                value = row(w[i + lane], g[i + lane] + h[i + lane], *numbers)
+                partial[lane] += value * value
+        for i in range(whole, w.shape[0]):
+            value = row(w[i], g[i] + h[i], *numbers)
+            partial[(first + i) % MEAN_LANES] += value * value
+
+    return loop
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _add_mean(sums: Array, row: int, partial: Array, width: int, number: int, progress: Array, area: Array) -> None:
+    """Add the mean of a row to its number, as the lane's piece of that ``number``."""
+    half = MEAN_LANES // 2
+    while half > 0:
+        for lane in range(half):
+            partial[lane] += partial[lane + half]
+        half //= 2
+    partial[1] = width  # in the dtype of the sums
+    if progress.shape[0] > 0:
+        if progress[0] == 2 * number - 1:
+            sums[row] = area[0]
+        else:
+            area[0] = sums[row]
+            _tell(progress, 2 * number - 1)
+    sums[row] += partial[0] / partial[1]
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _addends_of_row(
+    brought: Array, node: int, like: Array, width: int, first: int, last: int, scratch: Array
+) -> tuple[Array, Array]:
+    """Two arrays whose sum is that of elements first to last of the gradients of a row, which begin at ``node``."""
+    g, h = _elements(brought[node, 0], like, width)[first:last], scratch[: last - first]
+    node = brought[node, 1]
+    while node >= 0:
+        total = scratch[scratch.shape[0] // 2 :][: last - first]
+        for i in range(total.shape[0]):
+            total[i] = g[i] + h[i]
+        g, h = total, _elements(brought[node, 0], like, width)[first:last]
+        node = brought[node, 1]
+    return g, h
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -400,8 +509,8 @@ def _merged(
 
 # How kernels are entered: the words are the address and the length of each array. First numbers, progress, area and
 # scratch; then of a dense one ranges, addresses, scale, before, of a sparse one the addresses of values and of indices,
-# lengths, share, table, named, brought; at last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and
-# two counts: where the result goes, and the elements of a row.
+# lengths, share, table, named, brought, and partial sums where a rule has one number for each row; at last parameters,
+# slots. Of `_enter_merge` the arguments of `_merged`, and two counts: where the result goes, and the elements of a row.
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -438,6 +547,21 @@ def _enter_sparse(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> C
         named, brought = _table(words, 9, 3), _table(words, 10, 2)
         memory, chunk = (table, named, brought), len(scratch) // 2
         loop(values, indices, lengths, share, memory, arrays(words, 11), numbers, chunk, progress, area, scratch)
+
+    return enter
+
+
+def _enter_rowwise(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
+    def enter(call: Any) -> None:
+        words = numba.carray(call, 28)
+        integers = words.dtype
+        numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
+        progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
+        values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
+        share, table, partial = _array(words, 7, integers), _array(words, 8, _PLACE), _array(words, 11, dtype)
+        memory, chunk = (table, _table(words, 9, 3), _table(words, 10, 2)), len(scratch) // 2
+        made = arrays(words, 12)
+        loop(values, indices, lengths, share, memory, partial, made, numbers, chunk, progress, area, scratch)
 
     return enter
 

@@ -29,7 +29,7 @@ import numpy as np
 from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
-from cs_server.rules import RULES, Array, Rule, reference, scalars
+from cs_server.rules import MEAN_LANES, RULES, Array, Rule, reference, scalars
 
 from . import object_loader
 from .undo import Lane
@@ -60,6 +60,8 @@ rows; to get it anew takes about an eighth of what the shortest update of those 
 _KEEPS_NOTHING = Lane()
 # Given the numbers of the rule, an update.
 _Update: TypeAlias = Callable[[tuple[Any, ...]], None]
+# The address and the length of an array in memory.
+_Span: TypeAlias = tuple[int, int]
 _logger = logging.getLogger("cs_server.kernels")
 
 
@@ -159,7 +161,7 @@ class BoundRows:
             raise InvalidArgumentError(f"{rule.name} is not compiled for {parameters.dtype}")
         self._rule, self._kernel, self._shape = rule, kernel, parameters.shape
         self._written = (parameters.reshape(-1), *(slot.reshape(-1) for slot in slots))
-        self._starts = _written(rule, self._written[0], self._written[1:])
+        self._spans = _written(rule, self._written[0], self._written[1:], len(parameters))
         self._shares: dict[int, _Share] = {}
         self._gradients: Sequence[tuple[Array, Array]] = ()
 
@@ -182,7 +184,7 @@ class BoundRows:
             if not all(array.flags.c_contiguous and array.flags.aligned for array in (values, indices)):
                 raise InvalidArgumentError("values and rows must be contiguous and aligned")
             value, index = (array.__array_interface__["data"][0] for array in (values, indices))
-            _check_apart(self._starts, [value], parameters.nbytes, values.nbytes)
+            _check_apart(self._spans, [(value, values.nbytes)])
             read.append((value, index, len(indices)))
         if not read:
             raise InvalidArgumentError(f"{self._rule.name} needs the gradient of at least one replica")
@@ -195,7 +197,8 @@ class BoundRows:
         known = self._shares.pop(share, None)
         if known is None or not known.fits(lane, len(self._gradients), total):
             known = _Share(lane, len(self._gradients), total)
-            known.update = _update(self._rule, self._kernel, self._written, lane, *known.arrays)
+            partial = () if self._rule.row is None else (np.empty(MEAN_LANES, dtype),)
+            known.update = _update(self._rule, self._kernel, self._written, lane, *known.arrays, *partial)
         known.where[:] = self._where
         known.place[:] = share, shares, *self._shape
         known.update(scalars(self._rule, hyperparameters, t, dtype))
@@ -308,21 +311,25 @@ def _checked(
     rule: Rule, ranges: Array, parameters: Array, slots: tuple[Array, ...], gradients: tuple[Array, ...]
 ) -> Array:
     """The gradients' base addresses."""
-    written = _written(rule, parameters, slots)
+    if rule.row is not None:
+        raise InvalidArgumentError(f"{rule.name} updates rows, not ranges of elements")
+    written = _written(rule, parameters, slots, 0)
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
     read = [_address(f"gradient of replica {r}", g, parameters, False) for r, g in enumerate(gradients)]
-    _check_apart(written, read, parameters.nbytes, parameters.nbytes)
+    _check_apart(written, [(each, parameters.nbytes) for each in read])
     _check_ranges(ranges, parameters.shape[0])
     return np.array(read, np.int64)
 
 
-def _written(rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> list[int]:
-    """The base addresses of parameters and slots."""
+def _written(rule: Rule, parameters: Array, slots: tuple[Array, ...], height: int) -> list[_Span]:
+    """Where parameters and slots lie. ``height`` is the number of rows of the parameters."""
     if len(slots) != len(rule.slots):
         raise InvalidArgumentError(f"{rule.name} has the slots {rule.slots}, {len(slots)} arrays were given for them")
-    written = [_address("parameters", parameters, parameters, True)]
-    return written + [_address(name, slot, parameters, True) for name, slot in zip(rule.slots, slots, strict=True)]
+    like = parameters if rule.row is None else parameters[:height]
+    addresses = [_address("parameters", parameters, parameters, True)]
+    addresses += [_address(name, slot, like, True) for name, slot in zip(rule.slots, slots, strict=True)]
+    return [(address, array.nbytes) for address, array in zip(addresses, (parameters, *slots), strict=True)]
 
 
 def _address(what: str, array: Array, like: Array, is_written: bool) -> int:
@@ -342,9 +349,9 @@ def _address(what: str, array: Array, like: Array, is_written: bool) -> int:
     return address
 
 
-def _check_apart(written: list[int], read: list[int], nbytes: int, read_nbytes: int) -> None:
+def _check_apart(written: list[_Span], read: list[_Span]) -> None:
     """What is written overlaps nothing, or an element would be updated from a value that is already new."""
-    spans = sorted([(address, nbytes, True) for address in written] + [(each, read_nbytes, False) for each in read])
+    spans = sorted([(*span, True) for span in written] + [(*span, False) for span in read])
     for (address, size, is_written), (following, _, is_following_written) in pairwise(spans):
         if following - address < size and (is_written or is_following_written):
             raise InvalidArgumentError("parameters and slots must not overlap each other or a gradient in memory")

@@ -19,7 +19,7 @@ from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
-from cs_server.rules import Array, Rule, scaled
+from cs_server.rules import Array, Rule, grow, move, scaled
 
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
@@ -92,7 +92,8 @@ def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float])
 
 
 class Table:
-    """Parameters and slots, 2-D, contiguous, of one dtype and shape [height, width], and updates of them."""
+    """Parameters and slots, contiguous, of one dtype and shape [height, width], and updates of them. The slot of a rule
+    with one number for each row has the shape [height]."""
 
     def __init__(self, rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> None:
         self._rule, self._parameters, self._slots = rule, parameters, slots
@@ -121,7 +122,8 @@ class Table:
         if self._rule.moving(hyperparameters) != "rows":
             self._whole(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
         elif self._bound is None:
-            self._gathered(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
+            update = self._gathered if self._rule.row is None else self._by_row
+            update(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
         else:
             self._named(self._bound, gradients, hyperparameters, t, phase, lanes)
 
@@ -159,6 +161,30 @@ class Table:
                     array[rows] = values
 
         phase(_pieces(len(gradient.rows), arrays[0].shape[1], arrays[0].itemsize), gathered)
+
+    def _by_row(self, gradient: Merged, hyperparameters: Hyperparameters, t: int, phase: Phase) -> None:
+        """First the numbers of all rows, from whole rows of parameters as they were; then the parameters."""
+        rule, parameters, slot = self._rule, self._parameters, self._slots[0]
+        rows, sums, width = gradient.rows, gradient.sums, parameters.shape[1]
+
+        def numbers(mine: Sequence[slice], lane: Lane) -> None:
+            for piece in lane.rest(mine):
+                lane.keep([(slot, rows[piece])])
+                grown = slot[rows[piece]]
+                grow(rule, parameters[rows[piece]], sums[piece], grown, hyperparameters, t)
+                slot[rows[piece]] = grown
+
+        def step(mine: Sequence[Piece], lane: Lane) -> None:
+            for piece, columns in lane.rest(mine):
+                part = parameters[:, columns]
+                lane.keep([(part, rows[piece])])
+                moved = part[rows[piece]]
+                move(rule, moved, sums[piece, columns], slot[rows[piece]], hyperparameters, t)
+                part[rows[piece]] = moved
+
+        count = max(1, min(_PIECE, KEPT_NBYTES // parameters.itemsize) // width)
+        phase([slice(first, min(first + count, len(rows))) for first in range(0, len(rows), count)], numbers)
+        phase(_pieces(len(rows), width, parameters.itemsize), step)
 
     def _whole(self, gradient: Merged, hyperparameters: Hyperparameters, t: int, phase: Phase) -> None:
         rule, arrays, order = self._rule, (self._parameters, *self._slots), np.argsort(gradient.rows)

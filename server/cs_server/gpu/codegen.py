@@ -158,8 +158,11 @@ def update(rule: Rule, dtype: str) -> str:
     double by which the sum is multiplied, the addresses of the variable, of each slot and of each gradient, and a
     double for each gradient, its weight. A gradient whose weight is 0 is left out.
 
-    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, sign, maximum and copysign.
+    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, sign, maximum and copysign, and for
+    a rule with one number for each row.
     """
+    if rule.row is not None:
+        raise InvalidArgumentError(f"{rule.name} has no kernel for GPUs; the catalogue refuses such variables")
     names = list(inspect.signature(rule.step).parameters)
     slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
     places = range(4, 4 + len(slots))

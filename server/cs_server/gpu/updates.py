@@ -192,7 +192,11 @@ class DeviceUpdates:
         return _Gradient(values, is_locked=all(locked))
 
     def _sums(self, rows: Rows, clipping: Clipping, weights: Sequence[float]) -> Merged:
-        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        gradients = [
+            (self._memory.view(values), self._memory.view(indices))
+            for values, indices in rows.gradients
+            if indices is not None  # the catalogue keeps the rules without them off the GPU
+        ]
         merged = merge(weighted(gradients, weights) if weights else gradients, *rows.shape)
         clipping.bound(merged.sums)
         return merged

@@ -8,8 +8,33 @@ the rules, ``compute.sparse`` those of sparse gradients; the catalogue asks for 
 from collections.abc import Mapping
 
 from . import optax, papers, tensorflow, torch
-from .rule import GPU_DTYPES, Array, Rule, computed_in, reference, scalars, scaled, summed
+from .rule import (
+    GPU_DTYPES,
+    MEAN_LANES,
+    Array,
+    Rule,
+    computed_in,
+    grow,
+    move,
+    reference,
+    scalars,
+    scaled,
+    summed,
+)
 
-__all__ = ["GPU_DTYPES", "RULES", "Array", "Rule", "computed_in", "reference", "scalars", "scaled", "summed"]
+__all__ = [
+    "GPU_DTYPES",
+    "MEAN_LANES",
+    "RULES",
+    "Array",
+    "Rule",
+    "computed_in",
+    "grow",
+    "move",
+    "reference",
+    "scalars",
+    "scaled",
+    "summed",
+]
 
 RULES: Mapping[str, Rule] = {rule.name: rule for rule in (*tensorflow.RULES, *papers.RULES, *torch.RULES, *optax.RULES)}

@@ -6,6 +6,7 @@ NumPy functions that round alike in both, no literal numbers (a literal would wi
 that an optimizer may do without is multiplied by a number that is 0 or 1 then, which changes no finite value.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,9 @@ Array: TypeAlias = NDArray[Any]
 Step: TypeAlias = tuple[Array, ...]
 
 Numbers: TypeAlias = tuple[float, ...]
+
+#: The partial sums of the mean of a row.
+MEAN_LANES = 16
 
 #: Dtypes of the variables that live on a GPU.
 GPU_DTYPES = ("float16", "float32", "float64")
@@ -40,6 +44,9 @@ class Rule:
     variables have no part in the rule, because it compares, or because its source takes squares of their real and
     imaginary parts. `is_compiled`: every operation of the step rounds alike in NumPy and in compiled code.
     `rounds_first`: see `scalars`.
+
+    A rule with `row` keeps one number for each row in its only slot, of shape [rows]. The number grows by the mean of
+    the squares of `row(w, g, *numbers)` over the row, and `step` gets it as the slot, which it returns as it is.
     """
 
     name: str
@@ -51,6 +58,7 @@ class Rule:
     is_compiled: bool = True
     rounds_first: bool = False
     decays: bool = False
+    row: Callable[..., Array] | None = None
 
     @property
     def kernel(self) -> str:
@@ -88,9 +96,10 @@ def reference(
     """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
 
     All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
-    `computed_in`. The gradients stand in replica order and are added one after the other. `scale` has the weight of
-    each gradient and, at last, the factor of their sum; empty, all are 1. Raises InvalidArgumentError as `scalars`
-    does, and when there is no gradient.
+    `computed_in`. A slot with one number for each row has only the first axis, and the arrays are contiguous. The
+    gradients stand in replica order and are added one after the other. `scale` has the weight of each gradient and, at
+    last, the factor of their sum; empty, all are 1. Raises InvalidArgumentError as `scalars` does, and when there is no
+    gradient.
     """
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
@@ -101,10 +110,47 @@ def reference(
         total = summed(gradients, scale[:-1], wide)
         if scale:
             scaled(total, scale[-1])
+        if rule.row is not None:
+            table = parameters.reshape(math.prod(parameters.shape[:1]), math.prod(parameters.shape[1:]))
+            for part in (grow, move):
+                part(rule, table, total.reshape(table.shape), slots[0].reshape(len(table)), hyperparameters, t)
+            return
         before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
         updated = rule.step(before[0], total, *before[1:], *numbers)
         for target, value in zip((parameters, *slots), updated, strict=True):
             target[...] = value
+
+
+def grow(rule: Rule, parameters: Array, gradient: Array, slot: Array, hyperparameters: Hyperparameters, t: int) -> None:
+    """The first part of the update by a rule with one number for each row: add to the numbers, in place. Parameters and
+    the summed gradient have the shape [rows, width], the slot [rows]."""
+    assert rule.row is not None
+    wide = computed_in(parameters.dtype)
+    with np.errstate(all="ignore"):
+        values = rule.row(parameters.astype(wide), gradient.astype(wide), *scalars(rule, hyperparameters, t, wide))
+        slot[...] = slot.astype(wide) + mean_squares(values)
+
+
+def move(rule: Rule, parameters: Array, gradient: Array, slot: Array, hyperparameters: Hyperparameters, t: int) -> None:
+    """The second part of that update: change the parameters, or some columns of them, in place."""
+    wide = computed_in(parameters.dtype)
+    arrays = parameters.astype(wide), gradient.astype(wide), slot.astype(wide)[:, np.newaxis]
+    with np.errstate(all="ignore"):
+        parameters[...], _ = rule.step(*arrays, *scalars(rule, hyperparameters, t, wide))
+
+
+def mean_squares(values: Array) -> Array:
+    """The mean of the squares of each row, of [rows, width]. They are added up as compiled code does it: the i-th to
+    partial sum i modulo ``MEAN_LANES``, whose halves are added until one is left."""
+    squares, width = values * values, values.shape[1]
+    partial: Array = np.zeros((len(values), MEAN_LANES), values.dtype)
+    for first in range(0, width, MEAN_LANES):
+        part = squares[:, first : first + MEAN_LANES]
+        partial[:, : part.shape[1]] += part
+    while (half := partial.shape[1] // 2) > 0:
+        partial = partial[:, :half] + partial[:, half:]
+    means: Array = partial[:, 0] / values.dtype.type(width)
+    return means
 
 
 def summed(gradients: Sequence[Array], weights: Sequence[float], dtype: np.dtype[Any]) -> Array:

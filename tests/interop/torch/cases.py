@@ -73,8 +73,8 @@ def gradients(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 
 def linear(net: torch.nn.Module, first: Any, second: Any, sometimes: Any) -> torch.Tensor:
     """A loss with these gradients."""
-    loss = (net.first * torch.from_numpy(first)).sum() + (net.second * torch.from_numpy(second)).sum()
-    return loss if sometimes is None else loss + (net.sometimes * torch.from_numpy(sometimes)).sum()
+    loss = (net.first * torch.tensor(first)).sum() + (net.second * torch.tensor(second)).sum()
+    return loss if sometimes is None else loss + (net.sometimes * torch.tensor(sometimes)).sum()
 
 
 def train_torch(net: torch.nn.Module, optimizer: Any, scheduler: Any, steps: range, max_norm: float | None) -> None:

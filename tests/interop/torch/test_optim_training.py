@@ -120,7 +120,7 @@ def test_lamb_follows_its_paper(alone: cs.CentralStorageStrategy) -> None:
 
 
 def rows_loss(module: torch.nn.Module, rows: Any, factors: Any) -> torch.Tensor:
-    return (module(torch.from_numpy(rows)) * torch.from_numpy(factors)).sum()
+    return (module(torch.tensor(rows)) * torch.tensor(factors)).sum()
 
 
 def rows_of(step: int) -> tuple[np.ndarray, np.ndarray]:

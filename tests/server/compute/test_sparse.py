@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,16 +14,17 @@ from hypothesis import strategies as st
 from tests.harness.examples import examples
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
+from cs_proto.arithmetic.optimizers import slot_shape
 from cs_server.compute import kernels, sparse
 from cs_server.compute.kernels import KERNEL_DTYPES
 from cs_server.compute.sparse import Merged, Table, merge, merge_reference
-from cs_server.compute.undo import Lane
+from cs_server.compute.undo import KEPT_NBYTES, Lane
 from cs_server.rules import RULES, Array, Rule, reference
 
 DTYPES = [*KERNEL_DTYPES, "float16", "complex64"]
 ROWS = ("sgd", "sgd_momentum", "sgd_nesterov", "adagrad", "rmsprop_momentum", "rmsprop_centered_momentum")
 ROWS_OF_OTHERS = ("torch_sgd", "torch_sparse_adam", "torch_adagrad", "optax_sgd", "optax_adagrad")
-ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power")
+ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power", "rowwise_adagrad")
 
 
 def one_by_one(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
@@ -90,6 +92,10 @@ def expected_after(
     return tuple(moved)
 
 
+def slots_of(rule: Rule, shape: tuple[int, int], dtype: str) -> tuple[Array, ...]:
+    return tuple(np.full(slot_shape(rule.name, shape), value, dtype) for value in rule.initial(HYPERPARAMETERS))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, dtype) for name in RULES for dtype in DTYPES if RULES[name].takes(np.dtype(dtype))]
 )
@@ -104,7 +110,7 @@ def test_rules_by_rows_have_the_bits_of_the_dense_reference(
     for is_lazy in (False, True):
         random = np.random.default_rng(height)
         parameters = random.standard_normal((height, width)).astype(dtype)
-        slots = tuple(np.full((height, width), value, dtype) for value in rule.initial(HYPERPARAMETERS))
+        slots = slots_of(rule, (height, width), dtype)
         given = HYPERPARAMETERS | ({"lazy": 1.0} if is_lazy else {})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sparse, "_PIECE", piece)
@@ -113,6 +119,29 @@ def test_rules_by_rows_have_the_bits_of_the_dense_reference(
                 Table(rule, parameters, slots).apply(brought, given, t, one_by_one, lanes)
                 for found, wanted in zip((parameters, *slots), expected, strict=True):
                     assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, "float16"])
+@pytest.mark.parametrize("width", [15, 16, 17, 127, 128, 129, 256, 257, 1025, 5000])
+def test_means_of_rows_of_any_width_have_the_bits_of_the_reference(width: int, dtype: str, keeps: bool) -> None:
+    """Narrower and wider than the partial sums, and than what compiled code does at a time."""
+    rule, height, random = RULES["rowwise_adagrad"], 9, np.random.default_rng(width)
+    lane = Lane(np.zeros(64 + 4 * KEPT_NBYTES, np.uint8)) if keeps else Lane()
+    parameters = random.standard_normal((height, width)).astype(dtype)
+    slots = slots_of(rule, (height, width), dtype)
+    brought = [(random.standard_normal((k, width)).astype(dtype), random.integers(0, height, k)) for k in (11, 0, 4)]
+    phases = itertools.count(1)
+
+    def in_turn(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
+        lane.enter(next(phases))
+        work(items, lane)
+
+    for t in (1, 2):
+        expected = expected_after(rule, parameters, slots, merge(brought, height, width), False, t)
+        Table(rule, parameters, slots).apply(brought, HYPERPARAMETERS, t, in_turn, 1)
+        for found, wanted in zip((parameters, *slots), expected, strict=True):
+            assert_same_bits(found, wanted)
 
 
 def test_rules_that_move_named_rows_only_are_those_of_the_table() -> None:
@@ -145,7 +174,7 @@ def test_weight_decay_moves_every_row_unless_the_optimizer_is_lazy() -> None:
 def test_the_work_is_that_of_the_named_rows(name: str) -> None:
     rule = RULES[name]
     table = np.ones((100_000, 4), np.float32)
-    slots = tuple(np.full((100_000, 4), value, np.float32) for value in rule.initial(HYPERPARAMETERS))
+    slots = slots_of(rule, table.shape, "float32")
     gradients = [(np.ones((4, 4), np.float32), np.array([5, 90_000, -1, 100_000]))]
     pieces: list[Any] = []
 

@@ -38,6 +38,7 @@ GIVEN = {
     "beta_2": 0.99,
     "epsilon": 1e-3,
     "rho": 0.8,
+    "weight_decay": 0.01,
     "learning_rate_power": -0.4,
     "l1_regularization_strength": 0.02,
     "l2_regularization_strength": 0.01,
@@ -100,7 +101,9 @@ class InPython:
         """Have every update done by Python."""
         replaced = {"_done": jit._done.py_func, "_foresee": lambda *_: None, "_share": share}
         replaced |= {"_elements": elements, "_addends": addends, "_scaled": sums}
+        replaced |= {"_addends_of_row": jit._addends_of_row.py_func, "_prefetch": lambda *_: None}
         replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
+        replaced["_add_mean"] = self.add_mean
         for name, function in replaced.items():
             patch.setattr(jit, name, function)
         patch.setattr(kernels, "_kernel", self.kernel)
@@ -114,7 +117,12 @@ class InPython:
             with np.errstate(all="ignore"):
                 return rule.step(*values)
 
-        of_rule, _ = jit.unrolled(len(rule.slots), step, dtype)
+        is_by_row = rule.row is not None
+        of_rule, _ = (
+            jit.unrolled(0, lambda *values: step(*values)[:1], dtype)
+            if is_by_row
+            else jit.unrolled(len(rule.slots), step, dtype)
+        )
 
         def piece(*given: Any) -> None:
             arrays, start, stop, *_, number, _, progress, _ = given
@@ -128,9 +136,9 @@ class InPython:
 
             def run() -> None:
                 if is_sparse:
-                    where, memory, chunk = given[:4], given[4:last], len(scratch) // 2
-                    loop = jit.sparse(piece)
-                    loop(*where, memory, written, tuple(numbers), chunk, progress, area, scratch)
+                    where, memory, chunk = given[:4], given[4:7], len(scratch) // 2
+                    loop = jit.rowwise(jit.squares(rule.row), piece) if rule.row is not None else jit.sparse(piece)
+                    loop(*where, memory, *given[7:last], written, tuple(numbers), chunk, progress, area, scratch)
                 else:
                     loop = jit.dense(piece)
                     loop(*given[:last], written, tuple(numbers), len(scratch) // 2, progress, area, scratch)
@@ -138,6 +146,11 @@ class InPython:
             return run
 
         return bind
+
+    def add_mean(self, slot: Any, row: int, partial: Any, width: int, number: int, progress: Any, area: Any) -> None:
+        if progress.size:
+            self.at_hand[progress.ctypes.data] = progress, number, (slot,), slice(row, row + 1)
+        plain_add_mean(slot, row, partial, width, number, progress, area)
 
 
 def elements(address: int, like: Any, count: int) -> Any:
@@ -158,7 +171,7 @@ def sums(addresses: Any, like: Any, scale: Any, scratch: Any, start: int, stop: 
     return np.full(stop - start, -0.0, like.dtype), total
 
 
-plain_share = jit._share.py_func
+plain_share, plain_add_mean = jit._share.py_func, jit._add_mean.py_func
 
 
 def share(*given: Any) -> Any:
@@ -357,6 +370,10 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
     [
         ("adagrad", "float32", 5, {}),
         ("adagrad", "float64", 40, {}),  # a row is wider than a piece
+        ("rowwise_adagrad", "float32", 5, {}),
+        ("rowwise_adagrad", "float64", 40, {}),
+        ("rowwise_adagrad", "float16", 70, {}),
+        ("rowwise_adagrad", "float32", 4, {"clipnorm": 0.5}),
         ("adam", "float32", 5, {}),
         ("adam", "float32", 5, {"lazy": 1.0}),
         ("adam", "float16", 70, {}),

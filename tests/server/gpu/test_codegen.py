@@ -15,12 +15,14 @@ import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER, compiled
 from tests.server.compute.test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
 
+from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.errors import InvalidArgumentError
 from cs_server.gpu import codegen
 from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars
 
 NVCC, PTXAS = shutil.which("nvcc"), shutil.which("ptxas")
 STEPS = 5
+ELEMENTWISE = [rule for name, rule in RULES.items() if name not in ROWWISE]
 
 needs_gcc = pytest.mark.skipif(COMPILER is None, reason="no gcc here to compile the kernels as plain C")
 
@@ -48,6 +50,12 @@ def pieces_of(
     return np.array(rows, np.int64)
 
 
+@pytest.mark.parametrize("name", sorted(ROWWISE))
+def test_a_rule_of_rows_has_no_kernel(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} has no kernel for GPUs"):
+        codegen.update(RULES[name], "float32")
+
+
 def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: float = np.inf) -> None:
     number = computed_in(dtype)
     assert pieces.shape[1] == codegen.width_of(rule, replicas)
@@ -60,7 +68,7 @@ def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: 
 
 @needs_gcc
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", sorted(RULES.keys() - ROWWISE))
 def test_a_translated_rule_has_the_bits_of_the_reference(name: str, dtype: str) -> None:
     rule = RULES[name]
     parameters, slots, gradients = state_of(rule, 1000, dtype, 3)
@@ -186,7 +194,7 @@ def test_what_cannot_be_translated_is_named(step: str) -> None:
 def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`, and halves
     are converted by instructions that the assembler knows."""
-    sources = [codegen.loops(dtype), *dict.fromkeys(codegen.update(rule, dtype) for rule in RULES.values())]
+    sources = [codegen.loops(dtype), *dict.fromkeys(codegen.update(rule, dtype) for rule in ELEMENTWISE)]
     file = tmp_path / "kernels.cu"
     file.write_text("".join(f"namespace n{i} {{\n{source}}}\n" for i, source in enumerate(sources)))
     assert NVCC is not None
@@ -199,6 +207,6 @@ def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     command = [PTXAS, f"-arch={architecture}", "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.ptx")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f".entry {codegen.update_name(rule, dtype)}(" in ptx for rule in RULES.values())
+    assert all(f".entry {codegen.update_name(rule, dtype)}(" in ptx for rule in ELEMENTWISE)
     entries = {entry.partition("(")[0]: entry for entry in ptx.split(".entry ")[1:]}
     assert [name for name, entry in entries.items() if "fma." in entry] == [f"ftrl_power_{dtype}"]

@@ -301,14 +301,15 @@ class Catalogue:
             raise
 
     def _look_at(self, mapping_of: dict[int, Mapping], held: Iterable[int]) -> None:
-        """Look for writes in the mappings that are read no more after this: those of ``held``, and outgrown ones.
-        Raises VariableWrittenError."""
-        leaving = {mapping_of[number] for number in held}
-        leaving.update(each for each in mapping_of.values() if self._lifeline.segment(each.name) is not each)
-        for mapping in leaving:
+        """Look for writes in the mappings that are read no more after this, which are those of ``held`` and outgrown
+        ones; in all where that costs little, because a commit follows. Raises VariableWrittenError."""
+        mappings = set(mapping_of.values())
+        if not self.written.are_small:
+            leaving = {mapping_of[number] for number in held}
+            mappings = leaving | {each for each in mappings if self._lifeline.segment(each.name) is not each}
+        for mapping in mappings:
             self.written.look(mapping)
-        if (error := self.written.found) is not None:
-            raise error
+        self.written.refuse()
 
     def restore(self, numbers: Iterable[int]) -> None:
         """Show the server's values of these variables again, in the arrays that were read since the last
@@ -335,6 +336,7 @@ class Catalogue:
             raise self._unpreserved(numbers, need, str(error)) from error
         for number in numbers:
             del held[number]
+        self.written.leave(mapping)
         self._lifeline.map_anew(mapping.name)
 
     def _unpreserved(self, numbers: Sequence[int], need: int, why: str) -> MemoryPlanError:
@@ -426,6 +428,7 @@ class Catalogue:
     def map(self, array: Array) -> np.ndarray:
         """The array where it lies, in a segment or in a frame; a copy only where the segment cannot be mapped."""
         if isinstance(array.place, Location):
+            self.written.restore_array(array)
             return self._lifeline.segment_of(array).view(array)
         return frame_view(array)
 

@@ -31,6 +31,7 @@ from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, WriteOp
 from cs_proto.records import Record, replace
 from cs_runtime.shared_memory.arena import Arena
+from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_worker.config import Config
 from cs_worker.session.conversation import Conversation
 from cs_worker.session.core import path_text
@@ -174,11 +175,11 @@ class MergeController:
             return self._catalogue.rows(number, rows)
 
     def read(self, number: int) -> np.ndarray:
-        """A copy of the variable's current value."""
+        """A copy of the variable's current value, which begins at a multiple of 64 bytes."""
         self._token("reading a variable outside a replica")
         with self._interrupts.own_code():
             # Everything before this merge point is committed, and nobody but the holder of the token can go on.
-            return np.array(self._catalogue.view(number))
+            return aligned_copy(self._catalogue.view(number))
 
     def forget(self, kind: str, number: int) -> None:
         """Nothing: other workers and the script may hold it."""

@@ -30,6 +30,7 @@ from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, V
 from cs_proto.records import Record, replace
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
+from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_worker.devices.device import place
 from cs_worker.session.core import path_text
 
@@ -469,7 +470,7 @@ class Replica:
 
     def _overlaid_value(self, number: int, notes: Sequence[WriteNote]) -> np.ndarray:
         if number not in self._overlaid:
-            self._overlaid[number] = own = np.array(self._shop.catalogue.view(number))
+            self._overlaid[number] = own = aligned_copy(self._shop.catalogue.view(number))
             for note in notes:
                 self._overlay(own, note)
         shown = self._overlaid[number].view()

@@ -95,6 +95,10 @@ class WrittenPages:
         if record.number in self._protected:
             mapping.protect([found])
 
+    def leave(self, mapping: Mapping) -> None:
+        """Variables are preserved in this mapping, and are read from another one from now on."""
+        self._shown.pop(mapping, None)
+
     def forget(self, numbers: Iterable[int]) -> None:
         """These variables are freed: others may lie in their places from now on."""
         numbers = set(numbers)
@@ -109,9 +113,9 @@ class WrittenPages:
     def protect(self, numbers: Iterable[int]) -> None:
         """Make these variables unwritable, here and wherever they are mapped later."""
         numbers = set(numbers) - self._protected
-        self._protected |= numbers
         for mapping, shown in self._shown.items():
             mapping.protect([shown.ranges[number] for number in numbers & shown.ranges.keys()])
+        self._protected |= numbers
 
     def restore(self, numbers: Iterable[int]) -> None:
         """Give back what was written to these variables."""
@@ -127,8 +131,8 @@ class WrittenPages:
         return self._error(self._now)
 
     def look(self, mapping: Mapping) -> None:
-        """Find the variables that were written in a mapping, and give their pages back; :attr:`found` says whether
-        there are any."""
+        """Find the variables that were written in a mapping, and give their pages back. :meth:`refuse` and
+        :meth:`end_run` raise the error about them."""
         shown, pagemap = self._shown.get(mapping), self._open_pagemap()
         if shown is None or pagemap is None:
             return
@@ -142,9 +146,15 @@ class WrittenPages:
                 self._found.setdefault(self._name(number), "")
 
     @property
-    def found(self) -> VariableWrittenError | None:
-        """The error about the variables that were found written in this run."""
-        return self._error(self._since) if self._found else None
+    def are_small(self) -> bool:
+        """Whether all variables that were read are so small that looking at them costs next to nothing."""
+        nbytes = sum(stop - start for shown in self._shown.values() for start, stop in shown.pages)
+        return nbytes <= _SMALL_NBYTES
+
+    def refuse(self) -> None:
+        """Raise VariableWrittenError if variables were found written in this run."""
+        if self._found:
+            raise self._error(self._since)
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
@@ -157,42 +167,44 @@ class WrittenPages:
     def end_run(self) -> None:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
-        nbytes = sum(stop - start for shown in self._shown.values() for start, stop in shown.pages)
-        if nbytes <= _SMALL_NBYTES or self._runs >= _RUNS_BETWEEN:
+        if self.are_small or self._runs >= _RUNS_BETWEEN:
             for mapping in list(self._shown):
                 self.look(mapping)
             since, self._since, self._runs = self._since, "", 0
         else:
             since = self._since
         if self._found:
-            error = self._error(since)
-            self._found.clear()
-            raise error
+            try:
+                raise self._error(since)
+            finally:
+                self._found.clear()
 
-    def explain(self, raised: BaseException) -> None:
-        """The function has raised ``raised``. If a variable was written, add a note to say so."""
+    def verdict(self, raised: BaseException) -> BaseException:
+        """The error of a run whose function has raised ``raised``: another one if a variable was written, because what
+        the run has brought to merge points may be wrong."""
         try:
             self.end_run()
         except VariableWrittenError as error:
-            if not isinstance(raised, VariableWrittenError):
-                raised.add_note(str(error))
+            if not isinstance(raised, VariableWrittenError | KeyboardInterrupt):
+                error.__cause__ = raised
+                return error
+        return raised
 
     # --- arguments ------------------------------------------------------------------------------------------------
 
-    def restore_arguments(self, buffers: Sequence[Array]) -> None:
-        """Give back what was written to large arguments, so that their places show what the sender has put there."""
-        for array in buffers:
-            if not isinstance(array.place, Location):
-                continue
-            mapping = self._lifeline.segment_of(array)
-            if not isinstance(mapping, Mapping) or not mapping.copies_on_write:
-                continue
-            pages = pages_of([(array.place.offset, array.place.offset + array.nbytes)])
-            pagemap = self._open_pagemap()
-            try:
-                mapping.restore(pages if pagemap is None else mapping.own_pages(pagemap, pages))
-            except OSError:
-                mapping.restore(pages)
+    def restore_array(self, array: Array) -> None:
+        """Give back what was written where a large argument lies, so that this shows what its sender has put there.
+        Before an array is mapped, too: the function may have kept an earlier one that lay in the same place."""
+        mapping = self._lifeline.segment_of(array)
+        if not isinstance(mapping, Mapping) or not mapping.copies_on_write:
+            return
+        assert isinstance(array.place, Location)
+        pages = pages_of([(array.place.offset, array.place.offset + array.nbytes)])
+        pagemap = self._open_pagemap()
+        try:
+            mapping.restore(pages if pagemap is None else mapping.own_pages(pagemap, pages))
+        except OSError:
+            mapping.restore(pages)
 
     # --- how it is done -------------------------------------------------------------------------------------------
 

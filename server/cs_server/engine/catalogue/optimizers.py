@@ -89,6 +89,11 @@ def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[in
                 f"variable {spec.name!r} is {spec.dtype}; only floating-point variables can be optimized"
                 + (", and this rule takes no complex ones" if rule.is_real else "")
             )
+        if rule.row is not None and slabs.on_device(server, spec.dtype, 1):
+            raise InvalidArgumentError(
+                f"{get(server, optimizer).kind} updates variables in the machine's memory only, and variable "
+                f"{spec.name!r} is on {server.config.parameter_device}; start the service with parameter_device='cpu:0'"
+            )
         if is_bounded and np.dtype(spec.dtype).kind == "c":
             raise InvalidArgumentError(f"variable {spec.name!r} is {spec.dtype}; clipvalue bounds real gradients only")
     return tuple(sorted(numbers))
@@ -141,9 +146,9 @@ def free(
     for number, variable_set in tables.sets.items():
         if variable_set.optimizer in gone_optimizers or not gone.isdisjoint(variable_set.variables):
             _drop_set(server, number, variable_set)
-    for (optimizer, number), slots in tables.slots.items():
+    for optimizer, number in list(tables.slots):
         if optimizer in gone_optimizers or number in gone:
-            _drop_slots(server, optimizer, number, slots)
+            _drop_slots(server, optimizer, number)
             if number not in gone:  # its gradient buffers stay present
                 tables.slots[0, number] = SlotNames(())
     for optimizer in gone_optimizers:
@@ -174,13 +179,11 @@ def _drop_set(server: State, number: int, variable_set: VariableSet) -> None:
     del tables.steps[number]
 
 
-def _drop_slots(server: State, optimizer: int, number: int, slots: SlotNames) -> None:
-    tables, variable = server.tables, server.tables.variables[number]
-    first, last = variable.place.offset, variable.place.offset + variable.array.nbytes
-    for slot in slots.names if last > first else ():
-        segment = segment_names.slots(tables.seats[optimizer].number, slot, slabs.slab_of(variable.spec))
-        server.out.append(Discard(segment, first, last))
-    del tables.slots[optimizer, number]
+def _drop_slots(server: State, optimizer: int, number: int) -> None:
+    for array in slabs.slots_of(server, optimizer, number):
+        if array.nbytes and isinstance(array.place, Location):
+            server.out.append(Discard(array.place.segment, array.place.offset, array.place.offset + array.nbytes))
+    del server.tables.slots[optimizer, number]
 
 
 def applied(server: State, number: int, count: int = 1) -> None:
@@ -209,11 +212,7 @@ def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str
     """
     record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
     fills = _add_slots(server, record, (number,), ())
-    found = variables.row(server, number)
-    segments = slot_segments(server, record, slabs.slab_of(found.spec))
-    places = (Location(segment, found.place.offset) for segment in segments)
-    arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
-    return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
+    return tuple(zip(SLOTS[record.rule], slabs.slots_of(server, optimizer, number), strict=True)), fills
 
 
 def slotted(server: State, optimizer: int) -> tuple[int, ...]:
@@ -229,7 +228,8 @@ def write_slot(server: State, optimizer: int, variable: int, slot: str, value: A
         has = ", ".join(name for name, _ in found) or "none"
         raise InvalidArgumentError(f"optimizer {optimizer} has no slot {slot!r}; its slots: {has}")
     spec = variables.row(server, variable).spec
-    variables.check_fits(f"the value of slot {slot!r} of variable {spec.name!r}", value, spec)
+    what = f"the value of slot {slot!r} of variable {spec.name!r}"
+    variables.check_fits(what, value, replace(spec, shape=target.shape, sparse=False))
     return Write(target, "assign", None, (value,))
 
 
@@ -241,27 +241,28 @@ def _add_slots(
     missing = [variables.row(server, v) for v in numbers if (optimizer.number, v) not in server.tables.slots]
     touched = {number for _, number in server.tables.slots}
     idle = [v for v in missing if v.number not in touched]
+    slots = {variable.number: slabs.slots_of(server, optimizer.number, variable.number) for variable in missing}
+    nbytes = sum(array.nbytes for arrays in slots.values() for array in arrays)
     slabs.check_plan(
         server,
         _described(optimizer),
-        sum(len(names) * variable.array.nbytes for variable in missing),
+        nbytes,
         f"for the slots {', '.join(names)} of {len(missing)} variables",
         touched_nbytes=sum(slabs.gradient_nbytes(variable.spec, variable.array.nbytes) for variable in idle),
-        device_nbytes=sum(len(names) * slabs.on_device(server, v.spec.dtype, v.array.nbytes) for v in missing),
+        device_nbytes=sum(slabs.on_device(server, a.dtype, a.nbytes) for arrays in slots.values() for a in arrays),
     )
     initial = RULES[optimizer.rule].initial(dict(optimizer.hyperparameters))
     fills: list[SlotFill] = []
     needed: list[Allocate] = []
     for variable in missing:
-        spec, nbytes, offset = variable.spec, variable.array.nbytes, variable.place.offset
-        slab = slabs.slab_of(spec)
-        reservation = server.tables.slabs[slab].reservation
-        for segment, value in zip(slot_segments(server, optimizer, slab), initial, strict=True):
-            is_lazy = (spec.sparse or variable.number in sparse) and value == 0
-            needed.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
-            if nbytes:
-                first, last = slabs.elements(variable)
-                fills.append(SlotFill(segment, spec.dtype, first, last, float(value), is_lazy))
+        reservation = server.tables.slabs[slabs.slab_of(variable.spec)].reservation
+        for array, value in zip(slots[variable.number], initial, strict=True):
+            assert isinstance(array.place, Location)
+            segment, start = array.place.segment, array.place.offset
+            is_lazy = (variable.spec.sparse or variable.number in sparse) and value == 0
+            needed.append(Allocate(segment, reservation, "", start, start + array.nbytes, is_lazy))
+            if array.nbytes:
+                fills.append(SlotFill(segment, array.dtype, *slabs.elements(array), float(value), is_lazy))
     slabs.allocate(server, f"the slots of {_described(optimizer)}", needed)
     for variable in idle:
         slab = slabs.slab_of(variable.spec)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from cs_proto import segment_names
+from cs_proto.arithmetic.optimizers import SLOTS, slot_shape
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError, MemoryPlanError, replica_exception_class
 from cs_proto.messages import Variable, VariableSpec
@@ -103,10 +104,7 @@ def parameter_nbytes(server: State) -> int:
 
 def slot_nbytes(server: State) -> int:
     """Bytes of all slots."""
-    return sum(
-        len(slots.names) * server.tables.variables[variable].array.nbytes
-        for (_, variable), slots in server.tables.slots.items()
-    )
+    return sum(array.nbytes for array in _every_slot(server))
 
 
 def allocations(server: State) -> list[Allocate]:
@@ -117,10 +115,10 @@ def allocations(server: State) -> list[Allocate]:
         for segment, writer in segments_of(server, name, slab.gradient_sets)
     ]
     names = {
-        (segment_names.slots(server.tables.seats[optimizer].number, slot, name), name)
-        for (optimizer, variable), slots in server.tables.slots.items()
-        for slot in slots.names
-        for name in [slab_of(server.tables.variables[variable].spec)]
+        (array.place.segment, slab_of(server.tables.variables[number].spec))
+        for optimizer, number in server.tables.slots
+        for array in slots_of(server, optimizer, number)
+        if isinstance(array.place, Location)
     }
     return made + [Allocate(segment, server.tables.slabs[name].reservation, "") for segment, name in sorted(names)]
 
@@ -136,11 +134,7 @@ def discards(server: State) -> list[Discard]:
 
 def loads(server: State) -> list[Load]:
     """What a restarted server brings to the GPU; nothing if no variables lie there."""
-    places = [variable.array for variable in server.tables.variables.values()]
-    for (optimizer, number), slots in server.tables.slots.items():
-        array, slab = server.tables.variables[number].array, slab_of(server.tables.variables[number].spec)
-        names = [segment_names.slots(server.tables.seats[optimizer].number, s, slab) for s in slots.names]
-        places += [replace(array, place=Location(name, offset_of(array))) for name in names]
+    places = [*(variable.array for variable in server.tables.variables.values()), *_every_slot(server)]
     return [
         Load(array.place.segment, offset_of(array), offset_of(array) + array.nbytes)
         for array in places
@@ -154,6 +148,21 @@ def segments_of(server: State, slab: str, gradient_sets: int) -> Iterator[tuple[
     for replica in server.replicas:
         for buffers in range(gradient_sets):
             yield segment_names.gradients(replica, buffers, slab), f"w{replica}"
+
+
+def slots_of(server: State, optimizer: int, number: int) -> list[Array]:
+    """The slots that an optimizer has beside a variable: they begin where it does. No others begin before it ends."""
+    if not optimizer:  # no slots: the row says that the variable's gradient buffers are present
+        return []
+    variable, rule = server.tables.variables[number], server.tables.optimizers[optimizer].rule
+    seat, shape = server.tables.seats[optimizer].number, slot_shape(rule, variable.spec.shape)
+    names = [segment_names.slots(seat, slot, slab_of(variable.spec)) for slot in SLOTS[rule]]
+    return [Array(variable.spec.dtype, shape, Location(name, variable.place.offset)) for name in names]
+
+
+def _every_slot(server: State) -> Iterator[Array]:
+    for optimizer, number in server.tables.slots:
+        yield from slots_of(server, optimizer, number)
 
 
 def allocate(server: State, what: str, needed: Sequence[Needed]) -> None:
@@ -223,11 +232,11 @@ def room_of(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def elements(variable: Variable) -> tuple[int, int]:
-    """The elements of its slab that a variable covers: the first, and the one after the last."""
-    itemsize = np.dtype(variable.spec.dtype).itemsize
-    first = variable.place.offset // itemsize
-    return first, first + variable.array.nbytes // itemsize
+def elements(array: Array) -> tuple[int, int]:
+    """The elements of its segment that an array covers: the first, and the one after the last."""
+    itemsize = np.dtype(array.dtype).itemsize
+    first = offset_of(array) // itemsize
+    return first, first + array.nbytes // itemsize
 
 
 def offset_of(array: Array) -> int:

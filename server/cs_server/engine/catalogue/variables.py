@@ -101,7 +101,7 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
     del server.tables.holes[slab_name, hole]
     if left:
         server.tables.holes[slab_name, hole + room] = Hole(left)
-    return variable, (SlotFill(place.segment, spec.dtype, *slabs.elements(variable), 0.0, is_lazy),)
+    return variable, (SlotFill(place.segment, spec.dtype, *slabs.elements(variable.array), 0.0, is_lazy),)
 
 
 def _page_of_versions(server: State, name: str) -> list[Allocate]:

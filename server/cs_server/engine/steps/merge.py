@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cs_proto.arrays import Array
-from cs_proto.errors import InvalidArgumentError, MergeMismatchError, StructureMismatchError
+from cs_proto.errors import (
+    InvalidArgumentError,
+    MergeMismatchError,
+    StructureMismatchError,
+    VariableWrittenError,
+    code_of,
+)
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     ApplyPoint,
@@ -25,6 +31,9 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Frame
 from cs_server.engine.store.tables import Failure, Point, ReplicaProgress
+
+#: The code of the error of a replica in which a variable was written in place.
+WRITTEN = code_of(VariableWrittenError)
 
 # The numbers of VariableAggregation.
 _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)
@@ -173,7 +182,8 @@ def counted(count: int) -> str:
 def verdict(failure: Failure | None, returned: Sequence[Error | None]) -> Error | None:
     """The error of a run, from the reason why it could not go on and the errors of its replicas (in replica order).
 
-    The lowest (merge index, replica) counts. A mismatch counts only if nothing else happened. An error that a replica
+    The lowest (merge index, replica) counts, but a write in place to a variable counts before all others: it says that
+    numbers were wrong. A mismatch counts only if nothing else happened. An error that a replica
     raised because it was told of a mismatch, a lost replica or a cancellation is not a cause.
     """
     if failure is None and not any(returned):
@@ -191,7 +201,7 @@ def verdict(failure: Failure | None, returned: Sequence[Error | None]) -> Error 
     if failure is not None and failure.cause != "mismatch":
         causes.append((failure.error.merge_index, failure.replica, failure.error))
     if causes:
-        return min(causes, key=lambda cause: cause[:2])[2]
+        return min(causes, key=lambda cause: (cause[2].exception != WRITTEN, *cause[:2]))[2]
     if failure is not None:
         return failure.error
     return next((error for error in returned if error is not None), None)

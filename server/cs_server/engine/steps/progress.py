@@ -272,6 +272,8 @@ def _must_commit(server: State, run: RunId) -> bool:
     """Whether a replica, or the end of the run, needs what is agreed and not committed. All replicas have stopped. In a
     failed run none waits any more: each was told of the failure."""
     state = server.tables.runs[run]
+    if runs.is_spoiled(server, run):
+        return False
     if not _waiting(server, run):
         stands = state.failure is None or state.failure.cause in ("mismatch", "operation")
         return stands and (state.committed < state.agreed or _has_writes(server, run, state.agreed + 1))

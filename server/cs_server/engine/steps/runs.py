@@ -187,6 +187,13 @@ def verdict(server: State, run: RunId, state: RunState) -> Error | None:
     return merge.verdict(state.failure, [r.error if r else None for r in _returns(server, run)])
 
 
+def is_spoiled(server: State, run: RunId) -> bool:
+    """Whether a replica has returned that a variable was written in place: what it computed from wrong numbers does not
+    count."""
+    returns = _returns(server, run)
+    return any(r is not None and r.error is not None and r.error.exception == merge.WRITTEN for r in returns)
+
+
 def is_over(server: State, run: RunId, series: int = 0) -> bool:
     """Whether ``run`` was dropped: a later run has begun, or an earlier step of its series failed."""
     if run in server.tables.runs:

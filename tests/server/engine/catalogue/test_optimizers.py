@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.harness.book import ADAGRAD, ADAM, FTRL, SGD, Book, block
+from tests.harness.book import ADAGRAD, ADAM, FTRL, ROWWISE, SGD, Book, block
 from tests.harness.playbook import ADDRESSES, allocates
 
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate, Schedule
+from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate, Schedule, SparseGradient
 from cs_server.engine.catalogue import optimizers, slabs, updates
 from cs_server.engine.store.address_budget import PAGE_NBYTES
 from cs_server.engine.store.tables import SlotFill
-from cs_server.events import Write
+from cs_server.events import Allocate, Discard, Write
 
 SHORT = replace(ADDRESSES, slab=PAGE_NBYTES, longest_slab=1 << 30)
 
@@ -100,6 +100,59 @@ def test_the_first_set_of_variables_makes_its_slots(book: Book) -> None:
     assert book.out == [allocates("slots/1/m/float32", 128, 128), allocates("slots/1/v/float32", 128, 128)]
     assert slabs.slot_nbytes(book.state) == 2 * 12
     assert slabs.parameter_nbytes(book.state) == 12
+
+
+def test_a_rule_of_rows_has_a_number_for_each_row(book: Book) -> None:
+    table = book.make("table", (100, 64), sparse=True)
+    dense, scalar = book.make("w", (3, 4)), book.make("b", ())
+    optimizers.configure(book.state, 0, "rowwise_adagrad", ROWWISE)
+    book.out.clear()
+    number, fills = optimizers.variable_set(book.state, 1, (table, dense, scalar))
+    assert fills == (
+        SlotFill("slots/1/sum/sparse/float32", "float32", 0, 100, 0.0, True),
+        SlotFill("slots/1/sum/float32", "float32", 0, 3, 0.0, False),
+        SlotFill("slots/1/sum/float32", "float32", 16, 17, 0.0, False),
+    )
+    assert [(each.segment, each.stop - each.start) for each in book.out if isinstance(each, Allocate)] == [
+        ("slots/1/sum/sparse/float32", 400),
+        ("slots/1/sum/float32", 12),
+        ("slots/1/sum/float32", 4),
+    ]
+    assert slabs.slot_nbytes(book.state) == 416
+    shapes = [optimizers.slots(book.state, 1, each)[0][0][1].shape for each in (table, dense, scalar)]
+    assert shapes == [(100,), (3,), ()]
+    optimizers.write_slot(book.state, 1, table, "sum", block("float32", 100))
+    with pytest.raises(InvalidArgumentError, match=r"slot 'sum' of variable 'table' is float32\[100, 64\]"):
+        optimizers.write_slot(book.state, 1, table, "sum", block("float32", 100, 64))
+    book.tables.flush()
+    book.reopen()
+    names = {each.segment for each in slabs.allocations(book.state)}
+    assert {name for name in names if name.startswith("slots")} == {"slots/1/sum/float32", "slots/1/sum/sparse/float32"}
+    rows = SparseGradient(table, block("float32", 2, 64), block("int64", 2))
+    points = [ApplyPoint(0, "x:1", (OptimizerUpdate(1, number, (), (rows,)),), buffers) for buffers in (0, 1)]
+    (update,) = updates.apply(book.state, [number], points, {}).updates
+    assert update.dense == ()
+    assert [(each.shape, each.first, [indices for _, indices in each.gradients]) for each in update.sparse] == [
+        ((100, 64), 0, [rows.indices, rows.indices]),
+        ((3, 4), 0, [None, None]),
+        ((1, 1), 16, [None, None]),
+    ]
+    places = [values.place for values, _ in update.sparse[1].gradients]
+    assert places == [Location("gradients/0/0/float32", 0), Location("gradients/1/1/float32", 0)]
+    book.out.clear()
+    optimizers.free(book.state, [table])
+    assert Discard("slots/1/sum/sparse/float32", 0, 400) in book.out
+
+
+def test_a_rule_of_rows_takes_no_variable_on_a_gpu() -> None:
+    book = Book(device="gpu:0")
+    number = book.make("table", (4, 2))
+    optimizers.configure(book.state, 0, "rowwise_adagrad", ROWWISE)
+    refusal = "rowwise_adagrad updates variables in the machine's memory only, and variable 'table' is on gpu:0"
+    for ask in (optimizers.slots, lambda *given: optimizers.variable_set(*given[:2], (given[2],))):
+        with pytest.raises(InvalidArgumentError, match=refusal):
+            ask(book.state, 1, number)
+    assert not book.tables.slots
 
 
 def test_an_optimizer_keeps_the_rule_it_was_made_with(book: Book) -> None:

@@ -11,7 +11,7 @@ from cs_proto.messages import Error
 from cs_server.engine.steps import merge
 from cs_server.engine.store.tables import Failure
 
-MISMATCH, LOST = "cs.MergeMismatchError", "cs.ReplicaLostError"
+MISMATCH, LOST, WRITTEN = "cs.MergeMismatchError", "cs.ReplicaLostError", "cs.VariableWrittenError"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,9 @@ def failure(cause: str, code: str, replica: int = -1, merge_index: int = 0) -> F
         (failure("lost", LOST, replica=1, merge_index=9), ["KeyError", ""], "KeyError"),
         (failure("lost", LOST, replica=0), [MISMATCH, "KeyError"], LOST),
         (failure("cancelled", "KeyboardInterrupt", merge_index=9), ["KeyError", ""], "KeyboardInterrupt"),
+        (None, ["KeyError", WRITTEN], WRITTEN),
+        (failure("operation", "cs.InvalidArgumentError"), ["", WRITTEN], WRITTEN),
+        (failure("cancelled", "KeyboardInterrupt", merge_index=9), [WRITTEN, ""], "KeyboardInterrupt"),
     ],
 )
 def test_the_cause_is_raised_and_not_its_echoes(why: Failure | None, returned: list[str], wanted: str) -> None:

@@ -73,6 +73,7 @@ from cs_server.events import (
 W = lies("parameters/float32", 0)
 NONE, SUM, MEAN, ONLY_FIRST = range(4)
 MISMATCH = "cs.MergeMismatchError"
+WRITTEN = "cs.VariableWrittenError"
 
 
 def training(replicas: int = 2) -> Playbook:
@@ -804,6 +805,27 @@ def test_the_lowest_error_is_raised(at: tuple[int, int], wanted: str) -> None:
     book = Playbook(2).begin()
     book.on(returns(1, 0, raises="TypeError", at=at[1]))
     book.on(returns(0, 0, raises="KeyError", at=at[0]), to(CONTROLLER, RunFinished, wanted))
+
+
+def test_what_a_replica_computed_from_a_variable_that_was_written_in_place_does_not_count() -> None:
+    book = training()
+    book.on(returns(0, 2, (applies(0), applies(1, buffers=1)), raises=WRITTEN, run=(2,)))
+    book.on(
+        returns(1, 1, (applies(0),), raises="KeyError", at=0, run=(2,)),
+        to(CONTROLLER, RunFinished, WRITTEN, "of replica 0", commits=0),
+    )
+    book.on(returns(0, 1, (applies(0),), run=(3,)))
+    book.on(returns(1, 1, (applies(0),), run=(3,)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), finished(commits=1))
+    book.repeat_all()
+
+
+def test_whoever_would_read_such_an_update_is_told_that_the_replicas_do_not_meet() -> None:
+    book = training()
+    book.on(asks(1, reads(1), (applies(0),), run=(2,)))
+    why = "replica 0 raised cs.VariableWrittenError after 1 merge point"
+    book.on(returns(0, 1, (applies(0),), raises=WRITTEN, run=(2,)), to(w(1), PointFailed, MISMATCH, why, ends_run=True))
+    book.on(returns(1, 1, raises=MISMATCH, run=(2,)), to(CONTROLLER, RunFinished, WRITTEN, "of replica 0", commits=0))
 
 
 def test_a_mismatch_that_the_user_raised_is_still_an_error() -> None:
