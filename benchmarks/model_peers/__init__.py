@@ -1,0 +1,1 @@
+"""The programs that `models.py` compares: one for each way to train a model, which all obey the same commands."""
