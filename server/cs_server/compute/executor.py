@@ -253,7 +253,7 @@ class Executor:
                 parameters, slots, gradients = self._arrays(each.part)
                 values = parameters[each.elements], each.total(gradients, weights)
                 of_slots = [slot[each.elements] for slot in slots]
-                found[which] = squares(each.step.rule, *values, of_slots, each.step.given, each.t)
+                found[which] = squares(_rule_of(each.part, each.step.rule), *values, of_slots, each.step.given, each.t)
 
         self._spread(min(lanes, len(pieces)), share)
         sums: dict[int, tuple[float, float]] = {}
