@@ -424,6 +424,8 @@ def _tensor(leaf: Any) -> Any:
         if leaf.dtype.kind not in "biufc":
             return leaf
         return torch.tensor(np.asarray(leaf)) if leaf.nbytes <= INLINE_NBYTES else torch.from_dlpack(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone() if leaf.nbytes <= INLINE_NBYTES else leaf
     return torch.from_dlpack(leaf) if hasattr(leaf, "__dlpack__") else leaf
 
 

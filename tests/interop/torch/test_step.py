@@ -203,7 +203,7 @@ def test_a_loss_that_is_nan_can_be_let_pass(two: cs.CentralStorageStrategy) -> N
         ((torch.ones(0, 8),), "a batch has no rows"),
         ((torch.ones(4, 8), torch.tensor(1.0)), "holds a scalar, which has no rows"),
         ((), "holds no tensor"),
-        ((torch.ones(4, 8, dtype=torch.bfloat16),), "Tensor"),
+        ((torch.ones(4, 8).to(torch.float8_e5m2),), "Tensor"),
     ],
 )
 def test_what_is_no_batch_is_refused(two: cs.CentralStorageStrategy, batch: Any, message: str) -> None:
