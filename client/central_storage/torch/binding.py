@@ -150,7 +150,8 @@ class _InReplica:
         remove_hooks(self.module)
         self._buffers = central_buffers(binding.modules)
         self._epoch: object = None
-        self._cast: list[tuple[Any, Any]] = []
+        #: The parameters of 16 bits, their copies of this run, and the values in the server.
+        self._cast: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._hooked: set[int] = set()
         self._places: dict[int, tuple[Any, Any]] | None = None
         self._waiting: list[_Taken] = []
@@ -185,6 +186,7 @@ class _InReplica:
         """End a run that has succeeded: the last updates, and the buffers."""
         self.flush()
         self.check()
+        self._check_copies()
         for each in self._buffers:
             if self.is_training:
                 each.end(self.share)
@@ -226,11 +228,11 @@ class _InReplica:
                     p.data = value
                 else:
                     p.data = torch.empty(value.shape, dtype=p.dtype, device=value.device)
-                    self._cast.append((p.data, value))
+                    self._cast.append((p, p.data, value))
             self.parameters[0].variable.current()  # so that the epoch is that of all of them
             self._epoch = reading.epoch
             self._versions = [p._version for p in self.parameters]  # noqa: SLF001
-        for narrow, value in self._cast:
+        for _, narrow, value in self._cast:
             narrow.copy_(value)
 
     def check(self) -> None:
@@ -239,6 +241,16 @@ class _InReplica:
         if versions != self._versions:
             written = [p for p, now, was in zip(self.parameters, versions, self._versions, strict=True) if now != was]
             self._epoch = None  # they are bound anew
+            raise_written(self, written)
+
+    def _check_copies(self) -> None:
+        """Raise VariableWrittenError if the function has written to the copy of a parameter without torch's knowledge.
+        The worker finds such writes in the server's memory, but not in a copy."""
+        bits = torch.int16
+        written = [
+            p for p, copy, value in self._cast if not torch.equal(copy.view(bits), value.to(copy.dtype).view(bits))
+        ]
+        if written:
             raise_written(self, written)
 
     # --- gradients --------------------------------------------------------------------------------------------

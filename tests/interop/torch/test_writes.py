@@ -80,16 +80,17 @@ def test_a_write_is_named_with_its_line(two: cs.CentralStorageStrategy, name: st
         assert 0 < difference(model, alone) < 1
 
 
-def test_a_write_behind_torchs_back_fails_the_run(two: cs.CentralStorageStrategy) -> None:
-    """Through ``.data``, which torch does not count; the worker finds the pages."""
-    model, alone = centralized(two, net())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_write_behind_torchs_back_fails_the_run(two: cs.CentralStorageStrategy, dtype: torch.dtype) -> None:
+    """Through ``.data``, which torch does not count; the worker finds the pages, or the binding the copy of 16 bits."""
+    model, alone = centralized(two, net().to(dtype))
     optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
 
     @cst.step(model, optimizer)
     def train(x: torch.Tensor, y: torch.Tensor, writes: bool = True) -> torch.Tensor:
         if writes:
             model[2].weight.data.add_(1)
-        return F.cross_entropy(model(x), y)
+        return F.cross_entropy(model(x.to(dtype)), y)
 
     with pytest.raises(cs.errors.VariableWrittenError, match=r"2.weight"):
         train(*BATCH)
