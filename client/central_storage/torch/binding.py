@@ -152,6 +152,8 @@ class _InReplica:
         self._epoch: object = None
         #: The parameters of 16 bits, their copies of this run, and the values in the server.
         self._cast: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        #: The parameters without values, because they were updated since the last call of a module.
+        self._valueless: list[Any] = []
         self._hooked: set[int] = set()
         self._places: dict[int, tuple[Any, Any]] | None = None
         self._waiting: list[_Taken] = []
@@ -159,7 +161,7 @@ class _InReplica:
         self._is_stale = False
         self.share: Share
         self.is_training = True
-        #: Calls the user's function once more, without updates.
+        #: Calls the user's function once more.
         self.repeat: Callable[[], object]
 
     # --- the run ----------------------------------------------------------------------------------------------
@@ -184,9 +186,9 @@ class _InReplica:
 
     def end(self) -> None:
         """End a run that has succeeded: the last updates, and the buffers."""
-        self.flush()
         self.check()
-        self._check_copies()
+        self._check_behind()
+        self.flush()
         for each in self._buffers:
             if self.is_training:
                 each.end(self.share)
@@ -200,6 +202,17 @@ class _InReplica:
                 "a call. Compute all parts of a batch in one call, as with accumulate of cst.step; or drop the "
                 "gradients with optimizer.zero_grad()"
             )
+
+    def repeat_alone(self) -> None:
+        """After an error of this run: call the user's function once more, where nobody looks for writes. What waits for
+        an update is dropped, and parameters without values get none, because to read them would commit updates."""
+        self._waiting, self._clips = [], []
+        _running.refresh.remove()
+        _running.binding = None
+        try:
+            self.repeat()
+        finally:
+            _running.binding = self
 
     def leave(self) -> None:
         """Leave the run, however it has ended."""
@@ -217,7 +230,7 @@ class _InReplica:
         if self._epoch is not None:
             self.parameters[0].variable.current()
         if self._epoch is None or reading.epoch is not self._epoch:
-            self._cast = []
+            self._cast, self._valueless = [], []
             if any(p.is_protected for p in self.parameters):
                 backend = current_replica(self.parameters[0].variable.strategy)
                 assert backend is not None
@@ -243,14 +256,16 @@ class _InReplica:
             self._epoch = None  # they are bound anew
             raise_written(self, written)
 
-    def _check_copies(self) -> None:
-        """Raise VariableWrittenError if the function has written to the copy of a parameter without torch's knowledge.
-        The worker finds such writes in the server's memory, but not in a copy."""
+    def _check_behind(self) -> None:
+        """Raise VariableWrittenError if the function has written without torch's knowledge, as through ``.data``, to a
+        copy of a parameter, or to one that has no value. The worker looks at the server's memory only."""
         bits = torch.int16
         written = [
             p for p, copy, value in self._cast if not torch.equal(copy.view(bits), value.to(copy.dtype).view(bits))
         ]
+        written += [p for p in self._valueless if p.numel() and not math.isnan(p.detach()[(0,) * p.dim()])]
         if written:
+            self._epoch = None
             raise_written(self, written)
 
     # --- gradients --------------------------------------------------------------------------------------------
@@ -385,6 +400,7 @@ class _InReplica:
             p.data = empty_like(p.shape, p.dtype)
             with torch.no_grad():
                 p.fill_(math.nan)
+            self._valueless.append(p)
         self._versions = [p._version for p in self.parameters]  # noqa: SLF001
         if not self._is_stale:
             self._is_stale = True
@@ -392,6 +408,8 @@ class _InReplica:
 
     def renew(self) -> None:
         """Let the parameters have the values after the updates so far."""
+        self.check()
+        self._check_behind()
         self._is_stale, self._epoch = False, None
         for p in self.parameters:  # nothing may hold the old values, or they would be copied
             p.data = empty_like(p.shape, p.dtype)
