@@ -203,17 +203,6 @@ class _InReplica:
                 "gradients with optimizer.zero_grad()"
             )
 
-    def repeat_alone(self) -> None:
-        """After an error of this run: call the user's function once more, where nobody looks for writes. What waits for
-        an update is dropped, and parameters without values get none, because to read them would commit updates."""
-        self._waiting, self._clips = [], []
-        _running.refresh.remove()
-        _running.binding = None
-        try:
-            self.repeat()
-        finally:
-            _running.binding = self
-
     def leave(self) -> None:
         """Leave the run, however it has ended."""
         here.share = _running.binding = None
@@ -225,6 +214,29 @@ class _InReplica:
             self._is_stale = False
             self._epoch = None
             _running.refresh.remove()
+
+    def repeat_alone(self) -> None:
+        """After an error of this run: call the user's function once more, where nobody looks for writes. What waits for
+        an update is dropped, and parameters without values get none, because to read them would commit updates."""
+        self._waiting, self._clips = [], []
+        _running.refresh.remove()
+        _running.binding = None
+        try:
+            self.repeat()
+        finally:
+            _running.binding = self
+
+    def _check_behind(self) -> None:
+        """Raise VariableWrittenError if the function has written without torch's knowledge, as through ``.data``, to a
+        copy of a parameter, or to one that has no value. The worker looks at the server's memory only."""
+        bits = torch.int16
+        written = [
+            p for p, copy, value in self._cast if not torch.equal(copy.view(bits), value.to(copy.dtype).view(bits))
+        ]
+        written += [p for p in self._valueless if p.numel() and not math.isnan(p.detach()[(0,) * p.dim()])]
+        if written:
+            self._epoch = None
+            raise_written(self, written)
 
     def _bind(self) -> None:
         if self._epoch is not None:
@@ -254,18 +266,6 @@ class _InReplica:
         if versions != self._versions:
             written = [p for p, now, was in zip(self.parameters, versions, self._versions, strict=True) if now != was]
             self._epoch = None  # they are bound anew
-            raise_written(self, written)
-
-    def _check_behind(self) -> None:
-        """Raise VariableWrittenError if the function has written without torch's knowledge, as through ``.data``, to a
-        copy of a parameter, or to one that has no value. The worker looks at the server's memory only."""
-        bits = torch.int16
-        written = [
-            p for p, copy, value in self._cast if not torch.equal(copy.view(bits), value.to(copy.dtype).view(bits))
-        ]
-        written += [p for p in self._valueless if p.numel() and not math.isnan(p.detach()[(0,) * p.dim()])]
-        if written:
-            self._epoch = None
             raise_written(self, written)
 
     # --- gradients --------------------------------------------------------------------------------------------
