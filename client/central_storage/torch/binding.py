@@ -233,7 +233,10 @@ class _InReplica:
         written = [
             p for p, copy, value in self._cast if not torch.equal(copy.view(bits), value.to(copy.dtype).view(bits))
         ]
-        written += [p for p in self._valueless if p.numel() and not math.isnan(p.detach()[(0,) * p.dim()])]
+        for p in self._valueless:
+            value = p.detach().as_strided((), ()).item() if p.numel() else math.nan
+            if value == value:  # not NaN
+                written.append(p)
         if written:
             self._epoch = None
             raise_written(self, written)
