@@ -80,6 +80,10 @@ def _statistics(given: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.
         count = rows.shape[1]
         total = sum_over_replicas(torch.cat([rows.sum(1), rows.new_full((1,), count)]))
         whole = float(total[-1])
+        if whole <= 1:
+            raise ValueError(
+                f"BatchNorm in training needs more than one value for each channel, not {list(given.shape)}"
+            )
         mean = total[:-1] / whole
         squares = sum_over_replicas((rows - mean[:, None]).square().sum(1))
     return mean, squares, whole

@@ -124,6 +124,20 @@ def test_synchronized_batchnorm_is_that_of_one_process(three: cs.CentralStorageS
     assert torch.allclose(cst.pull(model).eval()(x[:, None]), alone(x[:, None]), atol=1e-5)
 
 
+def test_synchronized_batchnorm_needs_more_than_one_value(three: cs.CentralStorageStrategy) -> None:
+    """As torch's does."""
+    with three.scope():
+        model = cst.centralize(convolutional(), sync_batchnorm=True)
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return of_signals(model, x, y)
+
+    with pytest.raises(ValueError, match="more than one value for each channel"):
+        train(*batch_of(0, 1))
+
+
 def normalizing() -> nn.Module:
     torch.manual_seed(8)
     return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
