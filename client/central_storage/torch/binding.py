@@ -178,7 +178,7 @@ class _InReplica:
         self._hooked: set[int] = set()
         self._places: dict[int, tuple[Any, Any]] | None = None
         self._waiting: list[_Taken] = []
-        #: The parameters that were updated in this run.
+        #: The parameters that have no value since a step, and get their new one in :meth:`renew`.
         self._stepped: set[int] = set()
         self._clips: list[tuple[set[int], float]] = []
         self._is_stale = False
@@ -318,6 +318,8 @@ class _InReplica:
     def take(self, optimizer: Any) -> list[Any]:
         """Take the gradients of the parameters of an optimizer, for an update; the parameters that have one."""
         self.check()
+        if self._stepped:
+            self._refuse_stale(optimizer)
         if any(taken.optimizer is optimizer for taken in self._waiting):
             self.flush()
         if optimizer.find_unused_parameters:
@@ -330,13 +332,6 @@ class _InReplica:
                 _clear(used)
             taken.groups.append((central, [(self._gradient(p, moves), p.variable) for p in used]))
             taken.used.extend(used)
-        if not taken.used and any(
-            id(p) in self._stepped for _, group in taken.optimizer.groups_for_update() for p in group
-        ):
-            raise ContextError(
-                f"{type(optimizer).__name__}.step() finds no gradients, because an earlier step of this call has taken "
-                "them: they belong to one step. Call backward() before each step"
-            )
         self._stepped.update(map(id, taken.used))
         if moves[0]:
             with torch.no_grad():
@@ -345,6 +340,23 @@ class _InReplica:
         self._has_stepped = True
         return taken.used
 
+    def _refuse_stale(self, optimizer: Any) -> None:
+        """Raise ContextError for gradients that an earlier step has taken, or that were computed without values."""
+        name = f"{type(optimizer).__name__}.step()"
+        parameters = [p for _, group in optimizer.groups_for_update() for p in group]
+        without_values = [p for p in parameters if id(p) in self._stepped]
+        for p in without_values:
+            if p.grad is not None and _values_of(p.grad).isnan().any():
+                raise ContextError(
+                    f"{name} got a gradient that is NaN, because {_name_of(p)} has no value since an earlier step; a "
+                    "call of a module, such as the one that has the parameter, brings the new values"
+                )
+        if without_values and all(p.grad is None for p in parameters):
+            raise ContextError(
+                f"{name} finds no gradients, because an earlier step has taken them: they belong to one step. Call "
+                "backward() before each step"
+            )
+
     def _gradient(self, p: Any, moves: tuple[list[Any], list[Any]]) -> Any:
         """The gradient in the form that the server takes. The parameter has none afterwards. ``moves`` has what is
         still to be copied: targets and sources."""
@@ -352,6 +364,11 @@ class _InReplica:
         if gradient.layout is torch.sparse_coo:
             values, indices = gradient._values(), gradient._indices()[0]  # noqa: SLF001  (those of coalesce() are sorted)
             return IndexedSlices(_array(values), _array(indices), p.variable.shape)
+        if p.variable.sparse:
+            raise InvalidArgumentError(
+                f"{_name_of(p)} is the table of an Embedding(sparse=True), but has a dense gradient, as of a tie or a "
+                "penalty; make the layer with sparse=False"
+            )
         found = self._all_places().get(id(p))
         if found is None:
             return _array(gradient)
@@ -438,6 +455,7 @@ class _InReplica:
         """Let the parameters have the values after the updates so far."""
         self.check()
         self._is_stale, self._epoch = False, None
+        self._stepped.clear()
         for p in self.parameters:  # nothing may hold the old values, or they would be copied
             p.data = empty_like(p.shape, p.dtype)
         self._cast = []
@@ -529,8 +547,12 @@ def _array(tensor: torch.Tensor) -> Any:
 def _clear(parameters: Iterable[Any]) -> None:
     """Let gradients that count nothing be zeros: they may be NaN, as those of a mean over no rows."""
     for p in parameters:
-        gradient = p.grad.detach()
-        (gradient._values() if gradient.is_sparse else gradient).zero_()  # noqa: SLF001
+        _values_of(p.grad).zero_()
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    found = gradient.detach()
+    return found._values() if found.is_sparse else found  # noqa: SLF001
 
 
 def _zeros(p: Any) -> torch.Tensor:

@@ -133,6 +133,13 @@ def steps_twice(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) ->
     optimizer.step()
 
 
+def computes_without_values(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model.head.weight.square().sum() * x.mean()).backward()
+        optimizer.step()
+
+
 def writes_after_the_step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     cross_entropy(model, x, y).backward()
     optimizer.step()
@@ -166,6 +173,12 @@ def under_autocast(t: Training) -> None:
         (in_a_function(clips_by_norm), cs.errors.ContextError, "use cst.clip_grad_norm_ in .* max_norm"),
         (in_a_function(clips_by_value), cs.errors.ContextError, "max_value of the optimizer"),
         (lambda t: clip_grad_norm_(t.model.parameters(), 1.0), cs.errors.ContextError, "use cst.clip_grad_norm_"),
+        (
+            in_a_function(computes_without_values),
+            cs.errors.ContextError,
+            r"head.weight\S* has no value since an earlier",
+        ),
+        (in_a_function(steps_twice), cs.errors.ContextError, "an earlier step has taken them"),
         (in_a_function(writes_after_the_step), cs.errors.ContextError, r"parameter.variable.assign\(value\)"),
         (in_a_function(rebinds_after_the_step), cs.errors.VariableWrittenError, "head.weight"),
         (in_a_function(rebinds_between_steps), cs.errors.VariableWrittenError, "head.weight"),
@@ -180,10 +193,16 @@ def test_what_would_be_wrong_is_refused_and_changes_nothing(
     training.check()
 
 
-def test_gradients_belong_to_one_step(training: Training) -> None:
-    """The first of the two steps has been made."""
-    with pytest.raises(cs.errors.ContextError, match=r"an earlier step of this call has taken them"):
-        in_a_function(steps_twice)(training)
+def test_a_table_has_no_dense_gradient(two: cs.CentralStorageStrategy) -> None:
+    model, _ = centralized(two, nn.Embedding(9, 4, sparse=True))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean() + model.weight.square().sum()
+
+    with pytest.raises(cs.errors.InvalidArgumentError, match=r"has a dense gradient.*sparse=False"):
+        train(torch.arange(4))
 
 
 def test_torch_may_bound_the_gradients_of_an_only_replica(one: cs.CentralStorageStrategy) -> None:
