@@ -267,8 +267,7 @@ class Executor:
         if self._undo.opens():
             found = numbers()
             self._undo.numbers[: len(found)] = found
-            failpoint("server.phase")
-            self._undo.close()
+            self._end_phase()
 
     def _trusted(self, given: Hyperparameters, which: int) -> Hyperparameters:
         """The hyperparameters for a variable, with the ratio that was noted for it."""
@@ -309,6 +308,9 @@ class Executor:
         else:
             lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
             self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        self._end_phase()
+
+    def _end_phase(self) -> None:
         failpoint("server.phase")
         self._undo.close()
 
