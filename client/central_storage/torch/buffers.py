@@ -118,8 +118,8 @@ class CentralBuffers:
             label = members[0].label if len(members) == 1 else f"buffers.{str(dtype).removeprefix('torch.')}"
             central = np.repeat(rows, replicas if rule == "local" else 1, axis=0)
             self._packs.append(_Pack(dtype, members, Variable(central, trainable=False, name=label)))
-        #: In the script, by a module's identity and a name: the buffer's label, the module's table of buffers, and the
-        #: one without memory that is there, with its version.
+        #: In the script, by a name in a table of buffers and the table's identity: the buffer's label, the table, and
+        #: the one without memory that is there, with its version.
         self._emptied: dict[tuple[int, str], tuple[str, dict[str, Any], torch.Tensor, int]] = {}
         for owner in {root.get_submodule(member.path) for pack in self._packs for member in pack.members}:
             vars(owner)[_KEY] = self
@@ -147,7 +147,7 @@ class CentralBuffers:
             for member in members:
                 made = empty_like(member.shape, pack.dtype)
                 table[member.name] = made
-                self._emptied[id(owner), member.name] = member.label, table, made, made._version  # noqa: SLF001
+                self._emptied[id(table), member.name] = member.label, table, made, made._version  # noqa: SLF001
 
     def check(self) -> None:
         """Raise InvalidArgumentError for a buffer that has been changed in the script."""
