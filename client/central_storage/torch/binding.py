@@ -225,6 +225,18 @@ class _InReplica:
                 "gradients with optimizer.zero_grad()"
             )
 
+    def hide_gradients(self) -> list[Any]:
+        """Take the gradients away until :meth:`show_gradients` gets them."""
+        gradients = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        return gradients
+
+    def show_gradients(self, gradients: list[Any]) -> None:
+        """Let the parameters have these gradients; without any, they stay as they are."""
+        for p, gradient in zip(self.parameters, gradients, strict=False):
+            p.grad = gradient
+
     def refuse_computed(self) -> None:
         """Raise ContextError if the function of ``cst.step`` has computed gradients itself: they would count twice."""
         if any(p.grad is not None for p in self.parameters):

@@ -377,9 +377,10 @@ def _train(
         total = 0.0
         for position, (part, weight) in enumerate(parts(data, share, weights, accumulate)):
             run.repeat = functools.partial(_repeat, fn, part, kwargs)
+            earlier = run.hide_gradients() if position else []  # the function may call zero_grad
             loss = call(fn, part, kwargs)
-            if not position:
-                run.refuse_computed()
+            run.refuse_computed()
+            run.show_gradients(earlier)
             value = _checked_loss(loss, fn, share.replica, allow_nan=allow_nan or not share.weight * weight)
             if accumulate == 1:
                 loss.backward()

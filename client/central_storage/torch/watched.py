@@ -65,4 +65,6 @@ def _differ(known: Any, present: Any) -> bool:
     """Whether an attribute has another value that is plain."""
     if known is present or not isinstance(present, _PLAIN):
         return False
-    return isinstance(present, torch.Tensor) or type(known) is not type(present) or bool(known != present)
+    if isinstance(present, torch.Tensor | tuple) or type(known) is not type(present):
+        return True
+    return bool(known != present)

@@ -133,6 +133,20 @@ def steps_twice(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) ->
     optimizer.step()
 
 
+def computes_in_its_second_part(t: Training) -> Any:
+    seen: list[int] = []
+
+    @cst.step(t.model, t.optimizer, accumulate=2)
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        loss = cross_entropy(t.model, x, y)
+        if len(seen) == 2:
+            loss.backward(retain_graph=True)
+        return loss
+
+    return train(BATCHES[0])
+
+
 def computes_without_values(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     for _ in range(2):
         optimizer.zero_grad()
@@ -167,6 +181,7 @@ def under_autocast(t: Training) -> None:
     ("attempt", "error", "message"),
     [
         (in_a_step(computes_itself), cs.errors.ContextError, r"called backward\(\), which cst.step does"),
+        (computes_in_its_second_part, cs.errors.ContextError, r"called backward\(\), which cst.step does"),
         (in_a_step(steps_itself), cs.errors.ContextError, r"called optimizer.step\(\), which cst.step does"),
         (in_a_step(is_complex), TypeError, "must return a real loss, not one of torch.complex64"),
         (in_a_step(rebinds), cs.errors.VariableWrittenError, "head.weight"),
@@ -233,6 +248,24 @@ def test_each_parameter_has_one_optimizer_in_a_step(training: Training) -> None:
         cst.optim.SGD([model.head.weight, model.head.weight], lr=0.1)
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad_in_the_function_of_a_step_drops_nothing(two: cs.CentralStorageStrategy, set_to_none: bool) -> None:
+    """Also where a share is computed in parts."""
+    model, alone = centralized(two, nn.Linear(8, 3))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+
+    @cst.step(model, optimizer, accumulate=2)
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none)
+        model.zero_grad(set_to_none)
+        return cross_entropy(model, x, y)
+
+    losses = [train(batch) for batch in BATCHES]
+    theirs = train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1), BATCHES, cross_entropy)
+    assert losses == pytest.approx(theirs, abs=1e-6)
+    assert difference(model, alone) < 1e-6
+
+
 def test_what_a_function_does_to_the_grad_mode_ends_with_it(training: Training) -> None:
     def turned_off(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         torch.set_grad_enabled(False)
@@ -252,6 +285,7 @@ def test_attributes_follow_the_script(training: Training) -> None:
                 module.tau = torch.tensor([1.0, 2.0, 3.0])
             module.dropout.p = 0.0 if number else 1.0
             module.head.told = "a text that nobody reads"
+            module.head.pair = torch.zeros(2), torch.ones(3)
         assert training.train(batch) == pytest.approx(
             train_alone(training.alone, training.torch_optimizer, [batch], cross_entropy)[0], abs=1e-6
         )
