@@ -47,14 +47,14 @@ def tensors(nest: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors(value, f"{path}/{number}")
 
 
-def largest_difference(name: str, arguments: list[str]) -> tuple[float, str]:
-    """Of all numbers that a model's two programs have saved, as a share of the largest number of the same tensor."""
-    alone, ours = (dict(tensors(checkpoint(HERE / file, arguments))) for file in (f"{name}_torch.py", f"{name}.py"))
-    if alone.keys() != ours.keys():
-        raise SystemExit(f"{name}: only one of the programs has saved {sorted(alone.keys() ^ ours.keys())}")
+def difference(alone: dict, ours: dict) -> tuple[float, str]:
+    """The largest difference of two numbers in the same place, as a share of the largest of their tensor; its place."""
+    expected, found = dict(tensors(alone)), dict(tensors(ours))
+    if expected.keys() != found.keys():
+        raise SystemExit(f"only one of the programs has saved {sorted(expected.keys() ^ found.keys())}")
     differences = {
-        path: float((ours[path] - value).abs().max() / value.abs().max().clamp(min=1e-30))
-        for path, value in alone.items()
+        path: float((found[path] - value).abs().max() / value.abs().max().clamp(min=1e-30))
+        for path, value in expected.items()
         if value.numel()
     }
     worst = max(differences, key=differences.__getitem__)
@@ -65,9 +65,11 @@ def main() -> int:
     name, *arguments = sys.argv[1:] or [""]
     largest = 0.0
     for each in [name] if name else ARGUMENTS:
-        difference, path = largest_difference(each, arguments or ARGUMENTS[each])
-        print(f"{each:<8} largest difference from torch alone: {difference:.1e}, of {path}", flush=True)
-        largest = max(largest, difference)
+        given = arguments or ARGUMENTS[each]
+        alone, ours = (checkpoint(HERE / file, given) for file in (f"{each}_torch.py", f"{each}.py"))
+        found, path = difference(alone, ours)
+        print(f"{each:<8} largest difference from torch alone: {found:.1e}, of {path}", flush=True)
+        largest = max(largest, found)
     return int(largest > LIMIT)
 
 

@@ -25,6 +25,7 @@ from .buffers import central_buffers
 from .centralize import remove_hooks
 from .parameters import CentralParameter, empty_like
 from .share import Share, here
+from .tables import show_rows_only
 from .writes import raise_written
 
 __all__ = ["Binding", "apply", "current"]
@@ -220,7 +221,11 @@ class _InReplica:
                 backend = current_replica(self.parameters[0].variable.strategy)
                 assert backend is not None
                 backend.protect([p.variable.number for p in self.parameters if p.is_protected])
+            is_on_gpu = get_array_module() is not np
             for p in self.parameters:
+                if is_on_gpu and p.variable.sparse:
+                    show_rows_only(p)
+                    continue
                 value = torch.from_dlpack(p.variable)
                 if value.dtype is p.dtype:
                     p.data = value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness.processes import ROOT, run, start
+from tests.harness.processes import ROOT, Ended, run, start
 from tests.harness.timing import unit
 
 pytestmark = pytest.mark.timeout(unit(300))
@@ -27,6 +26,7 @@ SMALL = {
 }
 #: Threads that wait for each other on a busy machine take long.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LAUNCHER = ("cs-launch", "--devices", "cpu:0,cpu:1")
 
 
 def module(name: str) -> ModuleType:
@@ -66,21 +66,32 @@ def test_the_sizes_of_the_models() -> None:
     assert tables * height * width * 12 < 4 << 30  # a table and SparseAdam's two moments, of float32
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_largest_difference_from_torch_alone(name: str) -> None:
-    ended = run(
-        sys.executable, EXAMPLES / "compare.py", name, *SMALL[name], environment=ONE_THREAD, timeout=unit(250)
-    ).ok()
-    found = re.fullmatch(rf"{name} +largest difference from torch alone: (\S+), of \S+", ended.lines[-1])
-    assert found is not None
-    assert 0 < float(found[1]) < 1e-3
-    losses = [float(said) for said in re.findall(r"loss (\S+)", ended.err)]
-    half = len(losses) // 2
-    assert half >= 2
-    assert losses[:half] == pytest.approx(losses[half:], abs=2e-4)
-    assert losses[half - 1] < losses[0]
-    samples = re.findall(r"^The .{20}", ended.err, re.MULTILINE | re.DOTALL)
-    assert len(samples) == (2 if name == "gpt" else 0)
+def trained(program: str, file: Path, *options: str, launcher: tuple[str, ...] = ()) -> Ended:
+    """A program of the examples, which has ended and has written a file."""
+    arguments = (*launcher, EXAMPLES / program, *options, "--checkpoint", file)
+    return run(*arguments, environment=ONE_THREAD, timeout=unit(100)).ok()
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Ended]:
+    """The name of a model, the file that our program has written, and what it has printed."""
+    file = tmp_path_factory.mktemp("ours") / "checkpoint"
+    return request.param, file, trained(f"{request.param}.py", file, *SMALL[request.param])
+
+
+def test_it_trains_as_with_torch_alone(ours: tuple[str, Path, Ended], tmp_path: Path) -> None:
+    name, file, printed = ours
+    alone = trained(f"{name}_torch.py", tmp_path / "checkpoint", *SMALL[name])
+    difference, path = module("compare").difference(torch.load(tmp_path / "checkpoint"), torch.load(file))
+    assert 0 < difference < 1e-3, path
+    losses, expected = (
+        [float(said) for said in re.findall(r"^(?:step|epoch).* loss (\S+)", each.out, re.MULTILINE)]
+        for each in (printed, alone)
+    )
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert losses[-1] < losses[0]
+    for each in (printed, alone):
+        assert len(re.findall(r"^The .{200}", each.out, re.MULTILINE | re.DOTALL)) == (name == "gpt")  # the sample
 
 
 def leaves(nest: Any) -> Iterator[Any]:
@@ -93,27 +104,35 @@ def leaves(nest: Any) -> Iterator[Any]:
         yield nest
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_training_that_was_killed_continues_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_training_that_was_killed_continues_with_the_same_bits(ours: tuple[str, Path, Ended], tmp_path: Path) -> None:
     """The first part is under the launcher, and the second is not."""
-    program, whole, half = EXAMPLES / f"{name}.py", tmp_path / "whole", tmp_path / "half"
-    run(program, *SMALL[name], "--checkpoint", whole, timeout=unit(100)).ok()
-    launcher = ("cs-launch", "--devices", "cpu:0,cpu:1")
-    with start(*launcher, program, *SMALL[name], "--checkpoint", half) as child:
+    name, whole, _ = ours
+    half = tmp_path / "half"
+    with start(*LAUNCHER, EXAMPLES / f"{name}.py", *SMALL[name], "--checkpoint", half) as child:
         child.wait_for("^(epoch 0|step 20) ", timeout=unit(100))  # printed when the file has been written
     assert half.exists()
-    continued = run(program, *SMALL[name], "--checkpoint", half, timeout=unit(100)).ok()
+    continued = trained(f"{name}.py", half, *SMALL[name])
     assert not re.search("^(epoch 0|step 20) ", continued.out, re.MULTILINE)
-    ours, expected = (list(leaves(torch.load(path))) for path in (half, whole))
-    assert len(ours) == len(expected) > 10
-    for one, other in zip(ours, expected, strict=True):
+    found, expected = (list(leaves(torch.load(path))) for path in (half, whole))
+    assert len(found) == len(expected) > 10
+    for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
 
 
-def test_a_file_of_either_program_serves_the_other(tmp_path: Path) -> None:
+def test_a_file_of_either_program_serves_the_other_under_the_launcher(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint"
-    rest = ("--rows", "3000", "--height", "500", "--checkpoint", file)
-    for epoch, program in enumerate(("dlrm_torch.py", "dlrm.py", "dlrm_torch.py")):
-        lines = run(EXAMPLES / program, "--epochs", str(epoch + 1), *rest, timeout=unit(100)).ok().lines
-        assert [line for line in lines if line.startswith("epoch")] == lines[-1:]
-        assert lines[-1].startswith(f"epoch {epoch} ")
+    programs: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("dlrm_torch.py", ()),
+        ("dlrm.py", LAUNCHER),
+        ("dlrm_torch.py", ()),
+    )
+    for epoch, (program, launcher) in enumerate(programs):
+        options = ("--epochs", str(epoch + 1), "--rows", "3000", "--height", "500")
+        printed = trained(program, file, *options, launcher=launcher).lines
+        assert [line.partition("  ")[0] for line in printed if line.startswith("epoch")] == [f"epoch {epoch}"]
+
+
+def test_the_command_that_compares() -> None:
+    options = ("--epochs", "1", "--rows", "2000", "--height", "500")
+    ended = run(EXAMPLES / "compare.py", "dlrm", *options, environment=ONE_THREAD, timeout=unit(100)).ok()
+    assert re.fullmatch(r"dlrm +largest difference from torch alone: \d\.\de-\d\d, of /\S+", ended.lines[-1])
