@@ -214,16 +214,17 @@ class _InReplica:
 
     def _bind(self) -> None:
         if self._epoch is not None:
-            self.parameters[0].variable.current()
+            self._whole[0].variable.current()
         if self._epoch is None or reading.epoch is not self._epoch:
             self._cast = []
             if any(p.is_protected for p in self.parameters):
                 backend = current_replica(self.parameters[0].variable.strategy)
                 assert backend is not None
                 backend.protect([p.variable.number for p in self.parameters if p.is_protected])
-            is_on_gpu = get_array_module() is not np
+            is_on_cpu = get_array_module() is np
+            self._whole = [p for p in self.parameters if is_on_cpu or not p.variable.sparse]
             for p in self.parameters:
-                if is_on_gpu and p.variable.sparse:
+                if p.variable.sparse and not is_on_cpu:
                     show_rows_only(p)
                     continue
                 value = torch.from_dlpack(p.variable)
@@ -232,8 +233,9 @@ class _InReplica:
                 else:
                     p.data = torch.empty(value.shape, dtype=p.dtype, device=value.device)
                     self._cast.append((p.data, value))
-            self.parameters[0].variable.current()  # so that the epoch is that of all of them
-            self._epoch = reading.epoch
+            if self._whole:
+                self._whole[0].variable.current()  # so that the epoch is that of all of them
+                self._epoch = reading.epoch
             self._versions = [p._version for p in self.parameters]  # noqa: SLF001
         for narrow, value in self._cast:
             narrow.copy_(value)
