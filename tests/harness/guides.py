@@ -20,7 +20,7 @@ def python_blocks(page: str) -> list[str]:
 
 def table(page: str, headers: str) -> list[list[str]]:
     """The cells of the table whose headers begin so, without them."""
-    header = rf"^\| {re.escape(headers)} \|.*\n\|[ |-]*\n"
+    header = rf"^\| {re.escape(headers)}.*\n\|[ |-]*\n"
     after = re.split(header, _text(page), flags=re.MULTILINE)[1]
     rows = after.partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.guides import python_blocks, table
 from tests.harness.services import connected
 from tests.harness.stand_in_gpus import stand_in_gpus
 from tests.harness.timing import unit
@@ -50,8 +51,14 @@ def _take_stand_ins() -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[cs.CentralStorageStrategy]:
-    with stand_in_gpus(2, nbytes=GPU), cs.CentralStorageStrategy(["gpu:0", "gpu:1"]) as strategy:
+def gpus() -> Iterator[None]:
+    with stand_in_gpus(2, nbytes=GPU):
+        yield
+
+
+@pytest.fixture(scope="module")
+def two(gpus: None) -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["gpu:0", "gpu:1"]) as strategy:
         strategy.run(_take_stand_ins)
         yield connected(strategy)
 
@@ -150,3 +157,38 @@ def test_a_table_with_dense_gradients_needs_the_memory(two: cs.CentralStorageStr
 
     with pytest.raises(errors.DeviceMemoryError, match=r"words.weight|bags.weight"):
         train(batch_of(0))
+
+
+class Recommender(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(HEIGHT, WIDTH, sparse=True) for _ in range(2))
+        self.top = torch.nn.Linear(2 * WIDTH + 2, 1)
+
+    def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
+        rows = [table(column) for table, column in zip(self.tables, categories.T, strict=True)]
+        return self.top(torch.cat([numbers, *rows], dim=1))[:, 0]
+
+
+def test_the_page_about_large_tables(gpus: None) -> None:
+    [program] = python_blocks("large-tables.md")
+    names: dict[str, Any] = {
+        "cs": cs,
+        "cst": cst,
+        "Recommender": Recommender,
+        "binary_cross_entropy_with_logits": torch.nn.functional.binary_cross_entropy_with_logits,
+    }
+    exec(program, names)
+    strategy, train, rows = names["strategy"], names["train"], names["rows"]
+    try:
+        strategy.run(_take_stand_ins)
+        batch = torch.ones(6, 2), torch.arange(12).view(6, 2), torch.ones(6)
+        losses = [train(batch) for _ in range(10)]
+        assert losses[-1] < losses[0]
+        assert copied(strategy) < HEIGHT * WIDTH
+        # the table of memory says the same
+        [shown] = [row[1] for row in table("large-tables.md", "for a table") if row[0] == "RowwiseAdagrad"]
+        assert shown == "4 rows more"
+        assert [state["sum"].numel() for state in rows.state_dict()["state"].values()] == [HEIGHT] * 2
+    finally:
+        strategy.shutdown()

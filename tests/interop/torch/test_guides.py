@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness.guides import columns, python_blocks
+from tests.harness.guides import columns, python_blocks, table
 from tests.harness.processes import run
 from tests.harness.timing import unit
 
 import central_storage as cs
+import central_storage.torch as cst
 
 pytestmark = pytest.mark.timeout(unit(200))
 
@@ -80,3 +82,31 @@ def test_from_ddp(execute: Callable[..., dict[str, Any]], tmp_path: Path) -> Non
     state, _ = torch.load(file)
     ours = execute(setup, right)
     assert_equal(ours["state"], state)
+
+
+def test_the_page_about_torch(tmp_path: Path) -> None:
+    [program] = python_blocks("torch.md")
+    (tmp_path / "train.py").write_text(program)
+    run(tmp_path / "train.py", directory=tmp_path, timeout=unit(60)).ok()
+    assert torch.load(tmp_path / "model.pt")["0.weight"].shape == (64, 20)
+
+
+@pytest.mark.parametrize("row", table("large-tables.md", "for a table")[1:], ids=lambda row: row[0])
+def test_the_memory_of_a_table(row: list[str]) -> None:
+    """The state of the optimizer has as many bytes as the page says."""
+    name, shown = row
+    rows, columns = 7, 3
+    with cs.CentralStorageStrategy(in_process=True) as strategy:
+        with strategy.scope():
+            model = cst.centralize(torch.nn.Embedding(rows, columns, sparse=True))
+        optimizer = getattr(cst.optim, name.removesuffix(" without momentum"))(model.parameters(), lr=0.1)
+
+        @cst.step(model, optimizer)
+        def train(ids: torch.Tensor) -> torch.Tensor:
+            return model(ids).square().mean()
+
+        train(torch.tensor([1, 2, 1]))
+        state = optimizer.state_dict()["state"].get(0, {})
+    nbytes = sum(4 * value.numel() for key, value in state.items() if key != "step" and value is not None)
+    number, *factors = shown.removesuffix(" more").split()
+    assert nbytes == int(number) * math.prod({"rows": rows, "columns": columns}[each] for each in factors)
