@@ -151,6 +151,7 @@ class _InReplica:
         remove_hooks(self.module)
         self._buffers = central_buffers(binding.modules)
         self._epoch: object = None
+        self._whole: list[Any] = []
         self._cast: list[tuple[Any, Any]] = []
         self._hooked: set[int] = set()
         self._places: dict[int, tuple[Any, Any]] | None = None

@@ -112,7 +112,7 @@ def _embedding_bag(
     )
 
 
-_LOOK_UPS = {
+_LOOK_UPS: dict[Any, Any] = {
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
     torch.embedding: _plain_embedding,
@@ -120,7 +120,7 @@ _LOOK_UPS = {
 
 
 def _rows(table: Any, ids: torch.Tensor, padding: int | None) -> torch.Tensor:
-    return _LookUp.apply(table, ids, None if padding is None else padding % len(table))  # type: ignore[no-any-return]
+    return _LookUp.apply(table, ids, None if padding is None else padding % len(table))
 
 
 class _LookUp(torch.autograd.Function):
@@ -133,7 +133,7 @@ class _LookUp(torch.autograd.Function):
         return torch.from_dlpack(embedding_lookup(table.variable, ids)).to(table.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ids = ctx.saved_tensors[0].reshape(-1)
         values = gradient.reshape(-1, *ctx.shape[1:])
         if ctx.padding is not None:
