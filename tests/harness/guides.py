@@ -38,11 +38,11 @@ def columns(page: str, headers: str) -> list[str]:
 def rules(library: int) -> dict[str, str]:
     """The code of one update by the name of the rule, on the page about optimizers. ``library``: 0 is torch, 1 is optax
     and 2 is TensorFlow."""
-    cells = {row[0]: row[1 + library] for row in table("optimizers.md", "rule")}
     found: dict[str, str] = {}
-    for name, cell in cells.items():
-        pieces = re.findall(r"`([^`]*)`|(as Adam)", cell)
-        found[name] = "\n".join(code or found["Adam"] for code, _ in pieces)
+    for name, *cells in table("optimizers.md", "rule"):
+        pieces = re.findall(r"`([^`]*)`|as (Adam|torch)", cells[library])
+        other = {"Adam": found.get("Adam", ""), "torch": "\n".join(re.findall(r"`([^`]*)`", cells[0]))}
+        found[name] = "\n".join(code or other[named] for code, named in pieces)
     return found
 
 
