@@ -25,6 +25,7 @@ from .buffers import central_buffers
 from .centralize import remove_hooks
 from .parameters import CentralParameter, empty_like
 from .share import Share, here
+from .tables import show_rows_only
 from .watched import Watched
 from .writes import raise_written
 
@@ -174,6 +175,8 @@ class _InReplica:
         remove_hooks(self.module)
         self._buffers = central_buffers(binding.modules)
         self._epoch: object = None
+        #: The parameters whose whole values are here.
+        self._whole: list[Any] = []
         #: The parameters of 16 bits, their copies of this run, and the values in the server.
         self._cast: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._hooked: set[int] = set()
@@ -297,22 +300,28 @@ class _InReplica:
 
     def _bind(self) -> None:
         if self._epoch is not None:
-            self.parameters[0].variable.current()
+            self._whole[0].variable.current()
         if self._epoch is None or reading.epoch is not self._epoch:
             self._cast = []
             if any(p.is_protected for p in self.parameters):
                 backend = current_replica(self.parameters[0].variable.strategy)
                 assert backend is not None
                 backend.protect([p.variable.number for p in self.parameters if p.is_protected])
+            is_on_cpu = get_array_module() is np
+            self._whole = [p for p in self.parameters if is_on_cpu or not p.variable.sparse]
             for p in self.parameters:
+                if p.variable.sparse and not is_on_cpu:
+                    show_rows_only(p)
+                    continue
                 value = torch.from_dlpack(p.variable)
                 if value.dtype is p.dtype:
                     p.data = value
                 else:
                     p.data = torch.empty(value.shape, dtype=p.dtype, device=value.device)
                     self._cast.append((p, p.data, value))
-            self.parameters[0].variable.current()  # so that the epoch is that of all of them
-            self._epoch = reading.epoch
+            if self._whole:
+                self._whole[0].variable.current()  # so that the epoch is that of all of them
+                self._epoch = reading.epoch
             self._note_state()
         for _, narrow, value in self._cast:
             narrow.copy_(value)
