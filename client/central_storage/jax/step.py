@@ -53,7 +53,8 @@ def step(tree: Any, optimizer: Optimizer, has_aux: bool = False) -> Callable[[Ca
 
     Args:
         tree: What :func:`centralize` returned. Its constants (numbers, functions) are those of now.
-        optimizer: One of ``csj.optim``. Several steps may share it.
+        optimizer: One of ``csj.optim``. Several steps may share it: those of one tree share a state, and another tree
+            has a state and a count of updates of its own, as in optax.
         has_aux: Whether the loss returns a pair ``(loss, aux)``, where ``aux`` is a nest of arrays.
 
     Returns:
@@ -113,7 +114,8 @@ class Step(Closed):
         self._strategy = leaves.strategy
         self._rule = optimizer.record
         self._has_aux = has_aux
-        program, groups = Program(), optimizer.record.bind(leaves)
+        self._groups = groups = optimizer.record.bind(leaves)
+        program = Program()
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
 
         @functools.wraps(loss)
@@ -143,7 +145,7 @@ class Step(Closed):
             Exception: As ``strategy.run``.
         """
         element = self._element(batch)
-        self._rule.push()
+        self._rule.push(self._groups)
         return self._outcome(self._strategy.run(self._replica, args=(tuple(element),), options=_KEEP))
 
     def ahead(self, batches: Any, steps: int | None = None, *, lookahead: int = LOOKAHEAD) -> Iterator[Any]:
@@ -178,7 +180,7 @@ class Step(Closed):
 
     def _outcomes(self, data: Any, steps: int | None, lookahead: int) -> Iterator[Any]:
         with (
-            self._rule.ahead() as rates,
+            self._rule.ahead(self._groups) as rates,
             self._strategy.run_steps(
                 self._replica, data, steps, lookahead=lookahead, options=_KEEP, rates=rates
             ) as results,
