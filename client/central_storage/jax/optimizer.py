@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
 import numpy as np
 
 import central_storage.optimizers as optimizers
@@ -17,6 +15,7 @@ from central_storage.core.public_objects import Closed
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .schedules import Schedule
+from .trees import bools
 
 if TYPE_CHECKING:
     from central_storage.variables.variable import Variable
@@ -94,7 +93,7 @@ class Rule:
         self._mask = mask
         self._max_norm = max_norm
         #: For each tree: its trained variables, and its optimizers by whether the weights decay.
-        self._trees: list[tuple[list[weakref.ref[Variable]], dict[bool, optimizers.Optimizer]]] = []
+        self._trees: list[tuple[list[Variable], dict[bool, optimizers.Optimizer]]] = []
         #: The loops over steps ahead that were told of no schedule.
         self._plain_loops = 0
         self._make(decays=True)  # refuses numbers out of their range
@@ -176,16 +175,16 @@ class Rule:
                 f"csj.optim.{self._name} trains variables of another strategy; make one for each strategy"
             )
         wanted = {id(variable) for variable in leaves.trained}
-        for references, known in self._trees:
-            if {id(reference()) for reference in references} == wanted:
+        for trained, known in self._trees:
+            if {id(variable) for variable in trained} == wanted:
                 return known
-        self._trees.append(([weakref.ref(variable) for variable in leaves.trained], {}))
+        self._trees.append((leaves.trained, {}))
         return self._trees[-1][1]
 
     def trains_part_of(self, leaves: Leaves) -> bool:
         """Whether it trains variables of the tree, but in another tree."""
         wanted = {id(variable) for variable in leaves.trained}
-        trees = [{id(reference()) for reference in references} for references, _ in self._trees]
+        trees = [{id(variable) for variable in trained} for trained, _ in self._trees]
         return wanted not in trees and any(wanted & tree for tree in trees)
 
     def _make(self, decays: bool) -> optimizers.Optimizer:
@@ -196,15 +195,8 @@ class Rule:
 
     def _decayed(self, leaves: Leaves) -> list[bool]:
         """For each trained variable, whether its weights decay."""
-        full = leaves.of_trained(leaves.trained)
-        if self._mask is None:
-            return [True] * len(leaves.trained)
-        given = self._mask(full) if callable(self._mask) else self._mask
-        try:
-            mask = jax.tree.leaves(jax.tree.broadcast(given, full))
-        except ValueError as error:
-            raise InvalidArgumentError(f"csj.optim.{self._name}: the mask is no prefix of the tree: {error}") from error
-        return [bool(each) for each in mask]
+        mask = True if self._mask is None else self._mask
+        return bools(mask, leaves.of_trained(leaves.trained), f"csj.optim.{self._name}: the mask")
 
     def transformation(self, leaves: Leaves) -> Any:
         """The optimizer of optax itself with these arguments. Raises ModuleNotFoundError without optax."""

@@ -276,6 +276,10 @@ def test_a_mask_that_does_not_fit_is_refused(two: cs.CentralStorageStrategy) -> 
         model = csj.centralize(tree_of("float32"))
     with pytest.raises(cs.errors.InvalidArgumentError, match="the mask is no prefix of the tree"):
         csj.step(model, csj.optim.adamw(0.1, mask={"a": True}))(loss)
+    with pytest.raises(
+        cs.errors.InvalidArgumentError, match="adamw: the mask has bools at its leaves, not 'no' as at c/0"
+    ):
+        csj.step(model, csj.optim.adamw(0.1, mask={"a": True, "c": "no"}))(loss)
 
 
 def test_a_schedule_that_gives_no_number_is_named(two: cs.CentralStorageStrategy) -> None:
