@@ -8,7 +8,6 @@ results of the shares become the result of the batch.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from central_storage.core.context import get_replica_context, has_strategy, in_cross_replica_context, streams_here
 from central_storage.core.options import RunOptions
+from central_storage.data.arguments import can_take
 from central_storage.pickling.function import Function
 from central_storage.strategy.run_steps import LOOKAHEAD
 from cs_proto.arrays import INLINE_NBYTES
@@ -468,20 +468,8 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
     """Whether the function can be called with so many positional arguments."""
     known = _known.setdefault(fn, {})
     if count not in known:
-        known[count] = _can_take(fn, count)
+        known[count] = can_take(fn, count)
     return known[count]
-
-
-def _can_take(fn: Callable[..., Any], count: int) -> bool:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return True
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each for each in positional if each.default is each.empty]
-    return count <= len(positional) and (count >= len(required) or count != 1)
 
 
 def _checked_loss(loss: Any, fn: Callable[..., Any], replica: int, *, allow_nan: bool) -> float:
