@@ -32,8 +32,8 @@ LIMIT_RATIO = 1e-3  # by which a loss may differ from that of torch alone
 
 #: A program: its module, its further arguments, and what it finds in its environment.
 PROGRAMS = {
-    "central-storage": ("central_storage_itself", [], ONE_THREAD),
-    "central-storage ahead": ("central_storage_itself", ["ahead"], ONE_THREAD),
+    "central-storage": ("central_storage_itself", [], {}),
+    "central-storage ahead": ("central_storage_itself", ["ahead"], {}),
     "ddp-gloo": ("ddp_gloo", [], ONE_THREAD),
     "torch-alone": ("torch_alone", [], {}),
     "hogwild": ("hogwild", [], ONE_THREAD),

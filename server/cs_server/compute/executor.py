@@ -134,22 +134,33 @@ class Executor:
             self._dense(plain, operation.weights)
         if by_element := [step for step in steps if step.update.dense and step.by_element]:
             self._clipped(by_element, operation.weights)
-        for step in steps:
-            self._rows(step)
+        self._rows(steps)
 
     def _step(self, update: Update, operation: Apply) -> _Step:
         given = dict(update.hyperparameters)
         sparse = [self._gradients(rows, operation.weights) for rows in update.sparse]
         return _Step(update, RULES[update.rule], given, Clipping.of(given), sparse)
 
-    def _rows(self, step: _Step) -> None:
-        """Update the tables of a step."""
-        for (rows, t), gradients in zip(step.update.parts()[1], step.sparse, strict=True):
-            table, given = self._table(step.rule, rows), step.given
-            if step.rule.direction:
-                self._note(lambda: [trust_ratio(*table.squares(*gradients[0], step.given, t))])  # noqa: B023
-                given = self._trusted(given, 0)
-            table.apply(gradients, given, t, self._phase, self._undo.lanes)
+    def _rows(self, steps: Sequence[_Step]) -> None:
+        """Update the tables of these steps: first those with much to do, by all lanes, then the others, side by side."""
+        lanes, others = self._undo.lanes, []
+        for step in steps:
+            for (rows, t), gradients in zip(step.update.parts()[1], step.sparse, strict=True):
+                table, given = self._table(step.rule, rows), step.given
+                if step.rule.direction:
+                    self._note(lambda: [trust_ratio(*table.squares(*gradients[0], step.given, t))])  # noqa: B023
+                    given = self._trusted(given, 0)
+                elif table.fits_one(gradients, given):
+                    others.append((table, gradients, given, t))
+                    continue
+                table.apply(gradients, given, t, self._phase, lanes)
+
+        def update(mine: Sequence[_Named], lane: Lane) -> None:
+            for table, gradients, given, t in mine:  # at most one, and its kernel goes through the pieces itself
+                table.apply_in(lane, gradients, given, t)
+
+        for first in range(0, len(others), lanes):
+            self._phase(others[first : first + lanes], update)
 
     def _bound(self, steps: Sequence[_Step], operation: Apply) -> None:
         """Find the factors of the gradients, and clip the sparse ones."""
@@ -184,9 +195,10 @@ class Executor:
         return self._tables[key]
 
     def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        every, wide = np.arange(rows.shape[0]), computed_in(rows.dtype)
+        wide = computed_in(rows.dtype)
         gradients = [
-            (self._memory.view(values).astype(wide, copy=False), every)  # dense ones are added up in that dtype
+            # A dense one names every row, and is added up in that dtype.
+            (self._memory.view(values).astype(wide, copy=False), np.arange(rows.shape[0]))
             if indices is None
             else (self._memory.view(values), self._memory.view(indices))
             for values, indices in rows.gradients
@@ -436,6 +448,9 @@ class _Piece:
         for elements in _cut(self.elements.start, self.elements.stop, most):
             yield replace(self, elements=elements)
 
+
+_Named: TypeAlias = tuple[Table, list[tuple[np.ndarray, np.ndarray]], Hyperparameters, int]
+"""A table, its gradients, the hyperparameters and the number of the update."""
 
 _Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
 

@@ -127,6 +127,23 @@ class Table:
         else:
             self._named(self._bound, gradients, hyperparameters, t, phase, lanes)
 
+    def fits_one(self, gradients: Sequence[tuple[Array, Array]], hyperparameters: Hyperparameters) -> bool:
+        """Whether the update has too little to do for several threads, and goes by :meth:`apply_in`."""
+        return (
+            sum(values.size for values, _ in gradients) < 2 * _PIECE
+            and self._parameters.size > 0
+            and self._rule.moving(hyperparameters) == "rows"
+            and self._bound is not None
+        )
+
+    def apply_in(
+        self, lane: Lane, gradients: Sequence[tuple[Array, Array]], hyperparameters: Hyperparameters, t: int
+    ) -> None:
+        """The same as :meth:`apply`, by one lane of a phase. Several tables may be updated so at once."""
+        assert self._bound is not None
+        self._bound.take(_aligned(gradients, self._parameters.shape[1]))
+        self._bound.apply(0, 1, lane, hyperparameters, t)
+
     def squares(self, sums: Array, rows: Array, hyperparameters: Hyperparameters, t: int) -> tuple[float, float]:
         """The squared norms of the rows that change under this summed gradient, and of their direction."""
         if self._rule.moving(hyperparameters) == "rows":
