@@ -127,22 +127,22 @@ class Executor:
             self._pool.shutdown()
 
     def _apply(self, operation: Apply) -> None:
-        steps = [self._step(update, operation) for update in operation.updates]
+        steps = [self._step(update) for update in operation.updates]
         if operation.global_clipnorm is not None or any(step.is_changed for step in steps):
             self._bound(steps, operation)
         if plain := [step for step in steps if step.update.dense and not step.by_element]:
             self._dense(plain, operation.weights)
         if by_element := [step for step in steps if step.update.dense and step.by_element]:
             self._clipped(by_element, operation.weights)
-        self._rows(steps)
+        self._rows(steps, operation.weights)
 
-    def _step(self, update: Update, operation: Apply) -> _Step:
+    def _step(self, update: Update) -> _Step:
         given = dict(update.hyperparameters)
-        sparse = [self._gradients(rows, operation.weights) for rows in update.sparse]
+        sparse = [self._gradients(rows) for rows in update.sparse]
         return _Step(update, RULES[update.rule], given, Clipping.of(given), sparse)
 
-    def _rows(self, steps: Sequence[_Step]) -> None:
-        """Update the tables of these steps: first those with much to do, by all lanes, then the others, side by side."""
+    def _rows(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
+        """Update the tables of these steps: those with much to do by all lanes, then the others side by side."""
         lanes, others = self._undo.lanes, []
         for step in steps:
             for (rows, t), gradients in zip(step.update.parts()[1], step.sparse, strict=True):
@@ -150,14 +150,15 @@ class Executor:
                 if step.rule.direction:
                     self._note(lambda: [trust_ratio(*table.squares(*gradients[0], step.given, t))])  # noqa: B023
                     given = self._trusted(given, 0)
-                elif table.fits_one(gradients, given):
-                    others.append((table, gradients, given, t))
-                    continue
-                table.apply(gradients, given, t, self._phase, lanes)
+                own = () if step.merged else weights
+                if not step.rule.direction and table.fits_one(gradients, given):
+                    others.append((table, gradients, own, given, t))
+                else:
+                    table.apply(weighted(gradients, own), given, t, self._phase, lanes)
 
         def update(mine: Sequence[_Named], lane: Lane) -> None:
-            for table, gradients, given, t in mine:  # at most one, and its kernel goes through the pieces itself
-                table.apply_in(lane, gradients, given, t)
+            for table, gradients, own, given, t in mine:  # at most one, and its kernel goes through the pieces itself
+                table.apply_in(lane, weighted(gradients, own), given, t)
 
         for first in range(0, len(others), lanes):
             self._phase(others[first : first + lanes], update)
@@ -167,7 +168,10 @@ class Executor:
         clippings = [step.clipping or UNBOUNDED for step in steps]
         squares = []
         for step, clipping in zip(steps, clippings, strict=True):
-            step.merged = [merge(each, *rows.shape) for each, rows in zip(step.sparse, step.update.sparse, strict=True)]
+            step.merged = [
+                merge(weighted(each, operation.weights), *rows.shape)
+                for each, rows in zip(step.sparse, step.update.sparse, strict=True)
+            ]
             for gradient in step.merged:
                 clipping.bound(gradient.sums)
             is_needed = clipping.has_norm or operation.global_clipnorm is not None
@@ -194,16 +198,15 @@ class Executor:
             self._tables[key] = Table(rule, array(rows.parameters, rows.shape), slots)
         return self._tables[key]
 
-    def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
         wide = computed_in(rows.dtype)
-        gradients = [
+        return [
             # A dense one names every row, and is added up in that dtype.
             (self._memory.view(values).astype(wide, copy=False), np.arange(rows.shape[0]))
             if indices is None
             else (self._memory.view(values), self._memory.view(indices))
             for values, indices in rows.gradients
         ]
-        return weighted(gradients, weights) if weights else gradients
 
     def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
         """Update the dense variables of several optimizers, whose gradients have one factor for each optimizer, in one
@@ -381,7 +384,8 @@ class _Step:
     rule: Rule
     given: Hyperparameters
     clipping: Clipping | None
-    #: The sparse gradients of each table, as (values, indices) in replica order.
+    #: The sparse gradients of each table, as (values, indices) in replica order, without their weights; or their sum,
+    #: if there is one in ``merged``.
     sparse: list[list[tuple[np.ndarray, np.ndarray]]]
     merged: list[Merged] = field(default_factory=list)
     #: Of each range, and then of each table. Empty: all are 1.
@@ -449,8 +453,8 @@ class _Piece:
             yield replace(self, elements=elements)
 
 
-_Named: TypeAlias = tuple[Table, list[tuple[np.ndarray, np.ndarray]], Hyperparameters, int]
-"""A table, its gradients, the hyperparameters and the number of the update."""
+_Named: TypeAlias = tuple[Table, list[tuple[np.ndarray, np.ndarray]], tuple[float, ...], Hyperparameters, int]
+"""A table, its gradients and their weights, the hyperparameters and the number of the update."""
 
 _Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
 

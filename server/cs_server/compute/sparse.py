@@ -19,7 +19,7 @@ from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
-from cs_server.rules import Array, Rule, grow, move, scaled, squares
+from cs_server.rules import Array, Rule, grow, move, squares
 
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
@@ -79,7 +79,10 @@ def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged
 
 
 def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float]) -> list[tuple[Array, Array]]:
-    """The gradients of the replicas, as (values, indices), times their weights. One whose weight is 0 names no row."""
+    """The gradients of the replicas, as (values, indices), times their weights; without weights, as they are. One whose
+    weight is 0 names no row."""
+    if not weights:
+        return list(gradients)
     found = []
     for (values, indices), weight in zip(gradients, weights, strict=True):
         if weight == 1:
@@ -87,7 +90,9 @@ def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float])
         elif values.dtype.type(weight) == 0:
             found.append((values[:0], indices[:0]))
         else:
-            found.append((scaled(np.array(values, order="C"), weight), indices))
+            real = np.ascontiguousarray(values).view(values.real.dtype)  # as in `scaled`
+            with np.errstate(all="ignore"):
+                found.append(((real * real.dtype.type(weight)).view(values.dtype), indices))
     return found
 
 

@@ -403,6 +403,45 @@ def test_sparse_updates(rule: str, dtype: str, width: int, given: dict[str, floa
     survives(lambda: sparse(rule, dtype, width, given), threads, every)
 
 
+def tables() -> tuple[Bytes, tuple[Operation, ...]]:
+    """Three tables with little to do, of two optimizers, and one with more; their gradients have weights."""
+    memory, updates = Bytes(), []
+    for number, (rule, rows) in enumerate([("adagrad", 9), ("adam", 4), ("sgd", 3), ("adagrad", 2)]):
+        prefix = f"{number}_"
+        other, (apply,) = sparse(rule, "float32", 3, {"lazy": 1.0})
+        memory.segments |= {prefix + name: segment for name, segment in other.segments.items()}
+        (update,) = moved(apply, prefix).updates
+        (part,) = update.sparse
+        views = [[other.view(array) for array in pair] for pair in part.gradients]
+        pairs = tuple([(array_of(values[:rows]), array_of(indices[:rows])) for values, indices in views])
+        updates.append(with_changes(update, sparse=(with_changes(part, gradients=pairs),)))
+    return memory, (Apply(tuple(updates), (), (0.25, 1.5)),)
+
+
+@WAYS
+def test_tables_side_by_side(threads: int, every: int) -> None:
+    survives(tables, threads, every)
+
+
+def test_small_tables_have_a_lane_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = []
+    apply_in = sparse_updates.Table.apply_in
+
+    def noted(table: Any, lane: Lane, *given: Any) -> None:
+        phases.append(lane._words[0])  # its phase
+        apply_in(table, lane, *given)
+
+    monkeypatch.setattr(sparse_updates.Table, "apply_in", noted)
+    memory, operations = tables()
+    arithmetic = Executor(memory, 3, undo=np.zeros(UNDO_NBYTES, np.uint8))
+    try:
+        arithmetic.commit(Commit(1, operations))
+    finally:
+        arithmetic.close()
+    assert len(phases) == 3
+    assert len(set(phases)) == 1
+
+
 def written(op: WriteOp, dtype: str) -> tuple[Bytes, tuple[Operation, ...]]:
     slab = (np.arange(200) % 7).astype(dtype)
     target = np.empty((15, 12), dtype)
