@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from central_storage.pickling.function import Function
 from central_storage.strategy.run_steps import LOOKAHEAD
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
+from cs_runtime.trace import moments
 
 from .batches import distributed, parts, share_of
 from .binding import Binding, current
@@ -31,6 +33,7 @@ from .binding import Binding, current
 __all__ = ["Decorated", "Step", "clip_grad_norm_", "evaluate", "function", "step"]
 
 _KEEP = RunOptions(keep_per_replica=True)
+_moment = moments("worker", time.perf_counter_ns)
 
 
 def step(
@@ -360,20 +363,24 @@ def _train(
     context: Any = get_replica_context()
     data, share, weights = share_of(element, context.backend.replica, context.num_replicas_in_sync)
     run = binding.begin(share, flags, is_training=True)
+    _moment("bound")
     try:
         total = 0.0
         for part, weight in parts(data, share, weights, accumulate):
             run.repeat = functools.partial(_repeat, fn, part, kwargs)
             loss = call(fn, part, kwargs)
             value = _checked_loss(loss, fn, share.replica, allow_nan=allow_nan or share.is_empty)
+            _moment("forward")
             if accumulate == 1:
                 loss.backward()
             else:
                 loss.backward(torch.full_like(loss, weight))
+            _moment("backward")
             total += weight * value
         for optimizer in binding.optimizers:
             run.take(optimizer)
         run.end()
+        _moment("applied")
     finally:
         run.leave()
     return share.weight, share.is_empty, total
