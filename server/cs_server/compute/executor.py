@@ -157,11 +157,11 @@ class Executor:
                     table.apply(weighted(gradients, own), given, t, self._phase, lanes)
 
         def update(mine: Sequence[_Named], lane: Lane) -> None:
-            for table, gradients, own, given, t in mine:  # at most one, and its kernel goes through the pieces itself
+            for table, gradients, own, given, t in lane.in_turn(mine):  # its kernel goes through the pieces itself
                 table.apply_in(lane, weighted(gradients, own), given, t)
 
-        for first in range(0, len(others), lanes):
-            self._phase(others[first : first + lanes], update)
+        if others:
+            self._phase(others, update, -(-len(others) // lanes))
 
     def _bound(self, steps: Sequence[_Step], operation: Apply) -> None:
         """Find the factors of the gradients, and clip the sparse ones."""
@@ -314,9 +314,10 @@ class Executor:
 
         return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
 
-    def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None]) -> None:
-        """The next phase of the commit: each lane does ``work`` for its share of ``items``."""
-        if not self._undo.opens():
+    def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None], phases: int = 1) -> None:
+        """The next phase of the commit: each lane does ``work`` for its share of ``items``. If each item of a lane is a
+        phase, there are several ``phases``."""
+        if not self._undo.opens(phases):
             return
         count = self._undo.lanes
         if len(items) == 1:
@@ -325,7 +326,7 @@ class Executor:
             lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
             self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
         failpoint("server.phase")
-        self._undo.close()
+        self._undo.close(phases)
 
     def _spread(self, count: int, share: Callable[[int], None]) -> None:
         """Do the shares 0 to ``count`` (exclusive) with all threads; all shares are done when it returns."""

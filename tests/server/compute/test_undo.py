@@ -209,9 +209,9 @@ class Server:
             at_hand[id(lane)] = lane, lane.done, places
             return plain_give_back(lane, places)
 
-        def enter(lane: Lane, tag: int) -> None:
+        def enter(lane: Lane, tag: int) -> bool:
             at_hand.pop(id(lane), None)
-            plain_enter(lane, tag)
+            return plain_enter(lane, tag)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(undo, "_say", say)
@@ -423,23 +423,29 @@ def test_tables_side_by_side(threads: int, every: int) -> None:
     survives(tables, threads, every)
 
 
-def test_small_tables_have_a_lane_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    phases = []
-    apply_in = sparse_updates.Table.apply_in
+def test_no_lane_waits_for_another_between_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[Lane] = []
+    spread: list[int] = []
+    apply_in, plain = sparse_updates.Table.apply_in, Executor._spread
 
     def noted(table: Any, lane: Lane, *given: Any) -> None:
-        phases.append(lane._words[0])  # its phase
+        lanes.append(lane)
         apply_in(table, lane, *given)
 
+    def noted_spread(arithmetic: Executor, count: int, share: Callable[[int], None]) -> None:
+        before = len(lanes)
+        plain(arithmetic, count, share)
+        spread.append(len(lanes) - before)
+
     monkeypatch.setattr(sparse_updates.Table, "apply_in", noted)
+    monkeypatch.setattr(Executor, "_spread", noted_spread)
     memory, operations = tables()
-    arithmetic = Executor(memory, 3, undo=np.zeros(UNDO_NBYTES, np.uint8))
+    arithmetic = Executor(memory, 2, undo=np.zeros(UNDO_NBYTES, np.uint8))
     try:
         arithmetic.commit(Commit(1, operations))
     finally:
         arithmetic.close()
-    assert len(phases) == 3
-    assert len(set(phases)) == 1
+    assert [len(lanes), len(set(map(id, lanes))), max(spread)] == [3, 2, 3]
 
 
 def written(op: WriteOp, dtype: str) -> tuple[Bytes, tuple[Operation, ...]]:
