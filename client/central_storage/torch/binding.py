@@ -209,7 +209,7 @@ class _InReplica:
         for p in self.parameters:
             if p.requires_grad and id(p) not in self._hooked:
                 self._hooked.add(id(p))
-                if p.numel() > _LARGE:
+                if p.numel() > _LARGE and not p.variable.sparse:
                     p.register_post_accumulate_grad_hook(self._collect)
 
     def end(self) -> None:

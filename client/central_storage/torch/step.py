@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from central_storage.pickling.function import Function
 from central_storage.strategy.run_steps import LOOKAHEAD
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
+from cs_runtime.trace import moments
 
 from .batches import distributed, parts, share_of
 from .binding import Binding, current
@@ -31,6 +33,7 @@ from .binding import Binding, current
 __all__ = ["Decorated", "Step", "clip_grad_norm_", "evaluate", "function", "step"]
 
 _KEEP = RunOptions(keep_per_replica=True)
+_moment = moments("worker", time.perf_counter_ns)
 
 
 def step(
@@ -373,6 +376,7 @@ def _train(
     context: Any = get_replica_context()
     data, share, weights = share_of(element, context.backend.replica, context.num_replicas_in_sync)
     run = binding.begin(share, flags, is_training=True, steps_itself=True)
+    _moment("bound")
     try:
         total = 0.0
         for position, (part, weight) in enumerate(parts(data, share, weights, accumulate)):
@@ -382,14 +386,17 @@ def _train(
             run.refuse_computed()
             run.show_gradients(earlier)
             value = _checked_loss(loss, fn, share.replica, allow_nan=allow_nan or not share.weight * weight)
+            _moment("forward")
             if accumulate == 1:
                 loss.backward()
             elif weight:
                 loss.backward(torch.full_like(loss, weight))
+            _moment("backward")
             total += weight * value if weight else 0.0
         for optimizer in binding.optimizers:
             run.take(optimizer)
         run.end()
+        _moment("applied")
     finally:
         run.leave()
     return share.weight, share.is_empty, total
