@@ -324,9 +324,9 @@ class Executor:
         else:
             lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
             self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
-        self._end_phase()
+        self._end_phase(phases)
 
-    def _end_phase(self) -> None:
+    def _end_phase(self, phases: int = 1) -> None:
         failpoint("server.phase")
         self._undo.close(phases)
 
