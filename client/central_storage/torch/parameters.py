@@ -19,7 +19,7 @@ from central_storage.core.context import get_replica_context, has_strategy
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-__all__ = ["CentralParameter", "empty_like", "make_empty", "stored_dtype", "value_of", "write_to"]
+__all__ = ["HOOKS", "CentralParameter", "empty_like", "make_empty", "stored_dtype", "value_of", "write_to"]
 
 #: The dtype in the server of those that NumPy does not have; a wider one, which holds every value.
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -65,7 +65,7 @@ class CentralParameter(torch.nn.Parameter):
         _grad.__delete__(self)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., CentralParameter], tuple[Any, ...]]:
-        hooks = [list((getattr(self, name) or {}).values()) for name in _HOOKS]
+        hooks = [list((getattr(self, name) or {}).values()) for name in HOOKS]
         return _received, (self.variable, self.is_protected, self.requires_grad, self.dtype, *hooks)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -88,7 +88,7 @@ def _refuse_torchs_bound() -> None:
 
 #: The attributes of a tensor that hold its hooks, as ``register_hook`` and ``register_post_accumulate_grad_hook`` set
 #: them.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _received(

@@ -333,8 +333,8 @@ class Step(Decorated):
                 flags[:] = np.frombuffer(self._binding.present(), np.uint8)  # for the steps that are sent next
                 if self._versions != self._present_versions():
                     raise ContextError(
-                        "an attribute of a module or an argument of an optimizer has changed within the loop of ahead, "
-                        "and replicas have the former one; change it between loops, or in a plain loop"
+                        "an attribute or hook of a module, or an argument of an optimizer, has changed within the loop "
+                        "of ahead, and replicas have the former one; change it between loops, or in a plain loop"
                     )
         except MergeMismatchError as error:
             self._explain(error)

@@ -292,6 +292,23 @@ def test_attributes_follow_the_script(training: Training) -> None:
     assert difference(training.model, training.alone) < 1e-6
 
 
+def test_hooks_follow_the_script(training: Training) -> None:
+    """Those of modules and of parameters, also when they are removed."""
+    training.check()
+    handles = [
+        handle
+        for module in (training.model, training.alone)
+        for handle in (
+            module.head.register_forward_hook(lambda module, args, output: output * 0.5),
+            module.body.weight.register_hook(lambda gradient: gradient * 2),
+        )
+    ]
+    training.check()
+    for handle in handles:
+        handle.remove()
+    training.check()
+
+
 @pytest.mark.parametrize("what", ["attribute", "max_norm"])
 def test_a_loop_of_ahead_keeps_its_attributes(two: cs.CentralStorageStrategy, training: Training, what: str) -> None:
     losses = training.train.ahead(cst.batches(two, BATCHES))
