@@ -119,7 +119,11 @@ def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
     """A global batch with its weights. Where replicas would get no rows, rows of replica 0 come again behind the last
     row: :func:`share_of` knows them."""
     bits: list[Any] = []
-    data = arrays_in(_as_bits(tuple(batch) if type(batch) is list else batch, bits))
+    try:
+        data = arrays_in(_as_bits(tuple(batch) if type(batch) is list else batch, bits))
+    except InvalidArgumentError as error:
+        error.add_note("Convert it in the loader, as by x.float(), x.to_dense() or x.detach().")
+        raise
     leaves = [leaf for leaf in optree.tree_leaves(data, none_is_leaf=True) if leaf is not None]
     are_bits = [any(leaf is each for each in bits) for leaf in leaves]
     lengths = {leaf.shape[0] if leaf.shape else None for leaf in leaves}

@@ -200,6 +200,8 @@ class CentralOptimizer(torch.optim.Optimizer):
         if first is None:
             raise InvalidArgumentError(f"{self._name(index)} has no parameters, and no group before it has any")
         strategy, self._first = strategy_of(group["params"], self._name(index), first), first
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            raise InvalidArgumentError(f"{self._name(index)} has a parameter twice; give each once")
         numbers = self._numbers(index, group)
         once = {"lazy": 1.0} if self._lazy else {}
         if self._max_value is not None:
