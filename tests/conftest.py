@@ -138,8 +138,8 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server's kernels compiled before the time of a test begins to run: on a machine that has none of them,
-    or after a change of them, that takes up to three minutes, and longer where others compute. Each worker of xdist does its share; the first test begins
-    when all are ready."""
+    or after a change of them, that takes up to three minutes, and longer where others compute. Each worker of xdist
+    does its share; the first test begins when all are ready."""
     gc.freeze()  # what is collected stays: each look through it for garbage is a quarter of a second
     here = Path(__file__).parent
     paths = {str(item.path.relative_to(here)) for item in session.items if item.path.is_relative_to(here)}

@@ -23,7 +23,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .buffers import central_buffers
 from .centralize import remove_hooks
-from .parameters import CentralParameter, empty_like
+from .parameters import CentralParameter, change_of, empty_like, name_of
 from .share import Share, here
 from .tables import show_rows_only
 from .watched import Watched
@@ -93,7 +93,7 @@ class Binding:
                 for p in group:
                     if id(p) not in known:
                         raise InvalidArgumentError(
-                            f"{type(optimizer).__name__} has {_name_of(p)}, which is not a parameter of the module; "
+                            f"{type(optimizer).__name__} has {name_of(p)}, which is not a parameter of the module; "
                             "give the function the module that has it, or several as torch.nn.ModuleList([...])"
                         )
 
@@ -108,7 +108,7 @@ class Binding:
         self._watched.check()
         for p in self.parameters:
             if (p._version, p.data_ptr()) != p.emptied:  # noqa: SLF001  (the one way to notice a write)
-                raise InvalidArgumentError(_change_of(p))
+                raise InvalidArgumentError(change_of(p))
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise ContextError(
                 "autocast is enabled in the script, where nothing is computed; enable it in the function"
@@ -145,24 +145,6 @@ class Binding:
                 p.requires_grad_(bool(needs))
         self._replica.begin(share, is_training, steps_itself)
         return self._replica
-
-
-def _name_of(p: Any) -> str:
-    return f"parameter {p.variable.name}" if isinstance(p, CentralParameter) else f"a parameter {list(p.shape)}"
-
-
-def _change_of(p: CentralParameter) -> str:
-    shape, dtype = p.variable.shape, p.variable.dtype
-    if tuple(p.shape) != shape:
-        return (
-            f"parameter {p.variable.name} has the shape {list(p.shape)} now, and had {list(shape)} when it was "
-            "centralized; centralize the module in its last form"
-        )
-    return (
-        f"parameter {p.variable.name} was written or converted in the script (it is {p.dtype} now), but its value is "
-        f"in the server, as {dtype}; convert a module before cst.centralize, and change values by load_state_dict or "
-        "parameter.variable.assign"
-    )
 
 
 class _InReplica:
@@ -398,7 +380,7 @@ class _InReplica:
         for p in without_values:
             if p.grad is not None and _values_of(p.grad).isnan().any():
                 raise ContextError(
-                    f"{name} got a gradient that is NaN, because {_name_of(p)} has no value since an earlier step; a "
+                    f"{name} got a gradient that is NaN, because {name_of(p)} has no value since an earlier step; a "
                     "call of a module, such as the one that has the parameter, brings the new values"
                 )
         if without_values and all(p.grad is None for p in parameters):
@@ -416,7 +398,7 @@ class _InReplica:
             return IndexedSlices(_array(values), _array(indices), p.variable.shape)
         if p.variable.sparse:
             raise InvalidArgumentError(
-                f"{_name_of(p)} is the table of an Embedding(sparse=True), but has a dense gradient, as of a tie or a "
+                f"{name_of(p)} is the table of an Embedding(sparse=True), but has a dense gradient, as of a tie or a "
                 "penalty; make the layer with sparse=False"
             )
         found = self._all_places().get(id(p))
@@ -475,7 +457,7 @@ class _InReplica:
                     "out either that or clip_grad_norm_"
                 )
             if partly or missing:
-                what = type(partly[0].optimizer).__name__ if partly else _name_of(missing[0])
+                what = type(partly[0].optimizer).__name__ if partly else name_of(missing[0])
                 raise InvalidArgumentError(
                     f"clip_grad_norm_ bounds the norm of what is updated together, but {what} is not updated together "
                     "with the rest of the clipped parameters; clip whole optimizers, and let all of them step before "

@@ -19,7 +19,17 @@ from central_storage.core.context import get_replica_context, has_strategy
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-__all__ = ["HOOKS", "CentralParameter", "empty_like", "make_empty", "stored_dtype", "value_of", "write_to"]
+__all__ = [
+    "HOOKS",
+    "CentralParameter",
+    "change_of",
+    "empty_like",
+    "make_empty",
+    "name_of",
+    "stored_dtype",
+    "value_of",
+    "write_to",
+]
 
 #: The dtype in the server of those that NumPy does not have; a wider one, which holds every value.
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -139,3 +149,23 @@ def write_to(variable: Variable, value: torch.Tensor) -> None:
     """Give the variable the value of a tensor of its shape, in the script."""
     host = value.detach().to("cpu", getattr(torch, np.dtype(variable.dtype).name))
     variable.assign(host.numpy())
+
+
+def name_of(p: Any) -> str:
+    """What an error calls a parameter."""
+    return f"parameter {p.variable.name}" if isinstance(p, CentralParameter) else f"a parameter {list(p.shape)}"
+
+
+def change_of(p: CentralParameter) -> str:
+    """What an error says of a parameter that was changed in the script."""
+    shape, dtype = p.variable.shape, p.variable.dtype
+    if tuple(p.shape) != shape:
+        return (
+            f"parameter {p.variable.name} has the shape {list(p.shape)} now, and had {list(shape)} when it was "
+            "centralized; centralize the module in its last form"
+        )
+    return (
+        f"parameter {p.variable.name} was written or converted in the script (it is {p.dtype} now), but its value is "
+        f"in the server, as {dtype}; convert a module before cst.centralize, and change values by load_state_dict or "
+        "parameter.variable.assign"
+    )
