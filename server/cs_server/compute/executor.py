@@ -268,7 +268,7 @@ class Executor:
                 parameters, slots, gradients = self._arrays(each.part)
                 values = parameters[each.elements], each.total(gradients, weights)
                 of_slots = [slot[each.elements] for slot in slots]
-                found[which] = squares(each.step.rule, *values, of_slots, each.step.given, each.t)
+                found[which] = squares(_rule_of(each.part, each.step.rule), *values, of_slots, each.step.given, each.t)
 
         self._spread(min(lanes, len(pieces)), share)
         sums: dict[int, tuple[float, float]] = {}
@@ -282,8 +282,7 @@ class Executor:
         if self._undo.opens():
             found = numbers()
             self._undo.numbers[: len(found)] = found
-            failpoint("server.phase")
-            self._undo.close()
+            self._end_phase()
 
     def _trusted(self, given: Hyperparameters, which: int) -> Hyperparameters:
         """The hyperparameters for a variable, with the ratio that was noted for it."""
@@ -325,6 +324,9 @@ class Executor:
         else:
             lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
             self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        self._end_phase(phases)
+
+    def _end_phase(self, phases: int = 1) -> None:
         failpoint("server.phase")
         self._undo.close(phases)
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,10 +46,17 @@ GIVEN = {
     "weight_decay": 0.1,
 }
 SMALL = 128  # bytes of a piece
-#: The threads of a server, and at every how many of the events it is cut off.
-WAYS = pytest.mark.parametrize(
-    ("threads", "every"), [(1, 11), (3, 7), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((1, 2), (3, 5)))]
-)
+
+
+def ways(*quick: tuple[int, int], slow: Sequence[tuple[int, int]]) -> pytest.MarkDecorator:
+    """The threads of a server, and at every how many of the events it is cut off."""
+    return pytest.mark.parametrize(
+        ("threads", "every"), [*quick, *(pytest.param(*way, marks=pytest.mark.slow) for way in slow)]
+    )
+
+
+WAYS = ways((1, 11), (3, 7), slow=[(1, 2), (3, 5)])
+WAYS_OF_MANY_EVENTS = ways((1, 53), (3, 47), slow=[(1, 7), (3, 11)])
 
 
 class Cut(BaseException):
@@ -323,10 +330,10 @@ def moved(apply: Apply, prefix: str) -> Apply:
     )
 
 
-@WAYS
+@WAYS_OF_MANY_EVENTS
 @pytest.mark.parametrize("bounds", [{}, {"clipvalue": 0.5}], ids=str)
 def test_updates_of_several_optimizers(bounds: dict[str, float], threads: int, every: int) -> None:
-    survives(lambda: together(**bounds), threads, 3 * every)
+    survives(lambda: together(**bounds), threads, every)
 
 
 @WAYS
@@ -351,7 +358,7 @@ def test_clipped_updates(dtype: str, bound: dict[str, float]) -> None:
     survives(lambda: dense("adam", dtype, bound), 2)
 
 
-@WAYS
+@WAYS_OF_MANY_EVENTS
 @pytest.mark.parametrize(("dtype", "group"), [("float32", 1), ("float64", 504), ("float16", 2)])
 def test_updates_by_the_norms_of_variables(
     dtype: str, group: int, threads: int, every: int, monkeypatch: pytest.MonkeyPatch
@@ -359,7 +366,7 @@ def test_updates_by_the_norms_of_variables(
     """The norms are those before the update, also where the server ends when a part of a variable is updated."""
     monkeypatch.setattr(executor, "NUMBERS", group)
     survives(lambda: dense("lamb", dtype), threads, every)
-    survives(lambda: dense("lamb", dtype, {"clipnorm": 0.3}), threads, max(every, 5))
+    survives(lambda: dense("lamb", dtype, {"clipnorm": 0.3}), threads, every)
 
 
 @pytest.mark.parametrize(
