@@ -216,9 +216,9 @@ class Server:
             at_hand[id(lane)] = lane, lane.done, places
             return plain_give_back(lane, places)
 
-        def enter(lane: Lane, tag: int) -> None:
+        def enter(lane: Lane, tag: int) -> bool:
             at_hand.pop(id(lane), None)
-            plain_enter(lane, tag)
+            return plain_enter(lane, tag)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(undo, "_say", say)
@@ -408,6 +408,51 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
 )
 def test_sparse_updates(rule: str, dtype: str, width: int, given: dict[str, float], threads: int, every: int) -> None:
     survives(lambda: sparse(rule, dtype, width, given), threads, every)
+
+
+def tables() -> tuple[Bytes, tuple[Operation, ...]]:
+    """Three tables with little to do, of two optimizers, and one with more; their gradients have weights."""
+    memory, updates = Bytes(), []
+    for number, (rule, rows) in enumerate([("adagrad", 9), ("adam", 4), ("sgd", 3), ("adagrad", 2)]):
+        prefix = f"{number}_"
+        other, (apply,) = sparse(rule, "float32", 3, {"lazy": 1.0})
+        memory.segments |= {prefix + name: segment for name, segment in other.segments.items()}
+        (update,) = moved(apply, prefix).updates
+        (part,) = update.sparse
+        views = [[other.view(array) for array in pair] for pair in part.gradients]
+        pairs = tuple([(array_of(values[:rows]), array_of(indices[:rows])) for values, indices in views])
+        updates.append(with_changes(update, sparse=(with_changes(part, gradients=pairs),)))
+    return memory, (Apply(tuple(updates), (), (0.25, 1.5)),)
+
+
+@WAYS
+def test_tables_side_by_side(threads: int, every: int) -> None:
+    survives(tables, threads, every)
+
+
+def test_no_lane_waits_for_another_between_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[Lane] = []
+    spread: list[int] = []
+    apply_in, plain = sparse_updates.Table.apply_in, Executor._spread
+
+    def noted(table: Any, lane: Lane, *given: Any) -> None:
+        lanes.append(lane)
+        apply_in(table, lane, *given)
+
+    def noted_spread(arithmetic: Executor, count: int, share: Callable[[int], None]) -> None:
+        before = len(lanes)
+        plain(arithmetic, count, share)
+        spread.append(len(lanes) - before)
+
+    monkeypatch.setattr(sparse_updates.Table, "apply_in", noted)
+    monkeypatch.setattr(Executor, "_spread", noted_spread)
+    memory, operations = tables()
+    arithmetic = Executor(memory, 2, undo=np.zeros(UNDO_NBYTES, np.uint8))
+    try:
+        arithmetic.commit(Commit(1, operations))
+    finally:
+        arithmetic.close()
+    assert [len(lanes), len(set(map(id, lanes))), max(spread)] == [3, 2, 3]
 
 
 def written(op: WriteOp, dtype: str) -> tuple[Bytes, tuple[Operation, ...]]:
