@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Leaves",
     "Narrow",
-    "array_of",
     "bools",
     "centralize",
     "path_name",
@@ -234,24 +233,34 @@ def read(tree: T) -> T:
         3.0 [0. 1. 2.]
     """
     refuse_in_trace("csj.read")
-    made: T = jax.tree.map(array_of, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    made: T = structure.unflatten(_arrays_of(leaves))
     return made
 
 
-def array_of(leaf: Any) -> Any:
-    """The array of a leaf that is a variable, as :func:`read` gives it; another leaf as it is."""
-    if not isinstance(leaf, Variable | Narrow):
-        return leaf
-    variable = variable_of(leaf)
+def _arrays_of(leaves: list[Any]) -> list[Any]:
+    """The arrays of leaves that are variables, as :func:`read` gives them; other leaves as they are."""
+    found = list(leaves)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Variable | Narrow)]
+    values = [_value(variable_of(leaves[place])) for place in places]
+    if all(isinstance(value, np.ndarray) for value in values):
+        arrays = jax.device_put(values)  # one call: it takes longer than all else for many small arrays
+    else:
+        arrays = [jax.dlpack.from_dlpack(value) for value in values]
+    for place, array in zip(places, arrays, strict=True):
+        leaf = leaves[place]
+        found[place] = array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+    return found
+
+
+def _value(variable: Variable) -> Any:
     if jax.dtypes.canonicalize_dtype(variable.dtype) != variable.dtype:
         raise InvalidArgumentError(
             f"variable {variable.name} has dtype {variable.dtype}, and JAX computes with 32 bits here: set the "
             "environment variable JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) in the replica "
             "function, too"
         )
-    value = variable.current()
-    array = jax.device_put(value) if isinstance(value, np.ndarray) else jax.dlpack.from_dlpack(value)
-    return array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+    return variable.current()
 
 
 def refuse_in_trace(what: str) -> None:
@@ -355,8 +364,8 @@ class Leaves:
 
     def arrays(self) -> tuple[list[Any], list[Any]]:
         """The arrays of the trained leaves and of the other variables, as :func:`read` gives them."""
-        trained = [array_of(self._leaves[place]) for place in self._trained]
-        return trained, [array_of(self._leaves[place]) for place in self._fixed]
+        arrays = _arrays_of([self._leaves[place] for place in (*self._trained, *self._fixed)])
+        return arrays[: len(self._trained)], arrays[len(self._trained) :]
 
     def tree(self, trained: Iterable[Any], fixed: Iterable[Any]) -> Any:
         """The tree with these in place of the variables; constants stay."""
