@@ -146,8 +146,9 @@ def bools(given: Any, tree: Any, what: str) -> list[bool]:
         found, _ = jax.tree_util.tree_flatten_with_path(jax.tree.broadcast(prefix, tree))
     except ValueError as error:
         raise InvalidArgumentError(f"{what} is no prefix of the tree: {error}") from error
-    for path, each in found:
-        if not isinstance(each, bool) and (getattr(each, "dtype", None) != np.bool_ or each.shape):
+    for (path, each), leaf in zip(found, jax.tree.leaves(tree), strict=True):
+        is_bool = isinstance(each, bool) or (getattr(each, "dtype", None) == np.bool_ and not each.shape)
+        if hasattr(leaf, "shape") and not is_bool:
             raise InvalidArgumentError(f"{what} has bools at its leaves, not {each!r:.100} as at {path_name(path)}")
     return [bool(each) for _, each in found]
 
