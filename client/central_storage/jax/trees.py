@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Leaves",
     "Narrow",
-    "array_of",
     "bools",
     "centralize",
     "path_name",
@@ -147,8 +146,9 @@ def bools(given: Any, tree: Any, what: str) -> list[bool]:
         found, _ = jax.tree_util.tree_flatten_with_path(jax.tree.broadcast(prefix, tree))
     except ValueError as error:
         raise InvalidArgumentError(f"{what} is no prefix of the tree: {error}") from error
-    for path, each in found:
-        if not isinstance(each, bool) and (getattr(each, "dtype", None) != np.bool_ or each.shape):
+    for (path, each), leaf in zip(found, jax.tree.leaves(tree), strict=True):
+        is_bool = isinstance(each, bool) or (getattr(each, "dtype", None) == np.bool_ and not each.shape)
+        if hasattr(leaf, "shape") and not is_bool:
             raise InvalidArgumentError(f"{what} has bools at its leaves, not {each!r:.100} as at {path_name(path)}")
     return [bool(each) for _, each in found]
 
@@ -234,24 +234,34 @@ def read(tree: T) -> T:
         3.0 [0. 1. 2.]
     """
     refuse_in_trace("csj.read")
-    made: T = jax.tree.map(array_of, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    made: T = structure.unflatten(_arrays_of(leaves))
     return made
 
 
-def array_of(leaf: Any) -> Any:
-    """The array of a leaf that is a variable, as :func:`read` gives it; another leaf as it is."""
-    if not isinstance(leaf, Variable | Narrow):
-        return leaf
-    variable = variable_of(leaf)
+def _arrays_of(leaves: list[Any]) -> list[Any]:
+    """The arrays of leaves that are variables, as :func:`read` gives them; other leaves as they are."""
+    found = list(leaves)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Variable | Narrow)]
+    values = [_value(variable_of(leaves[place])) for place in places]
+    if all(isinstance(value, np.ndarray) for value in values):
+        arrays = jax.device_put(values)  # one call: it takes longer than all else for many small arrays
+    else:
+        arrays = [jax.dlpack.from_dlpack(value) for value in values]
+    for place, array in zip(places, arrays, strict=True):
+        leaf = leaves[place]
+        found[place] = array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+    return found
+
+
+def _value(variable: Variable) -> Any:
     if jax.dtypes.canonicalize_dtype(variable.dtype) != variable.dtype:
         raise InvalidArgumentError(
             f"variable {variable.name} has dtype {variable.dtype}, and JAX computes with 32 bits here: set the "
             "environment variable JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) in the replica "
             "function, too"
         )
-    value = variable.current()
-    array = jax.device_put(value) if isinstance(value, np.ndarray) else jax.dlpack.from_dlpack(value)
-    return array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+    return variable.current()
 
 
 def refuse_in_trace(what: str) -> None:
@@ -355,8 +365,8 @@ class Leaves:
 
     def arrays(self) -> tuple[list[Any], list[Any]]:
         """The arrays of the trained leaves and of the other variables, as :func:`read` gives them."""
-        trained = [array_of(self._leaves[place]) for place in self._trained]
-        return trained, [array_of(self._leaves[place]) for place in self._fixed]
+        arrays = _arrays_of([self._leaves[place] for place in (*self._trained, *self._fixed)])
+        return arrays[: len(self._trained)], arrays[len(self._trained) :]
 
     def tree(self, trained: Iterable[Any], fixed: Iterable[Any]) -> Any:
         """The tree with these in place of the variables; constants stay."""
