@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.harness.playbook import DEFAULTS
 
-from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, is_flag, rule_of
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, WITHOUT_DECAY, is_flag, rule_of
 from cs_proto.descriptors import DTYPES
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import VariableSpec
@@ -82,7 +82,7 @@ _CHOICES = {"learning_rate_power": (-0.5, -0.25), "momentum": (0.0, 0.5)}
 
 
 def rules() -> Iterator[tuple[str, dict[str, float]]]:
-    """An optimizer of every rule that there is."""
+    """An optimizer of every rule that there is. One without weight decay has the slots of that with it."""
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for kind, optimizer in OPTIMIZERS.items():
         names = optimizer.hyperparameters
@@ -90,7 +90,7 @@ def rules() -> Iterator[tuple[str, dict[str, float]]]:
         for values in product(*choices):
             hyperparameters = dict(zip(names, values, strict=True))
             found.setdefault(rule_of(kind, hyperparameters), (kind, hyperparameters))
-    assert found.keys() == SLOTS.keys()
+    assert found.keys() | set(WITHOUT_DECAY.values()) == SLOTS.keys()
     yield from found.values()
 
 
