@@ -135,7 +135,8 @@ class Executor:
         if by_element := [step for step in steps if step.update.dense and step.by_element]:
             self._clipped(by_element, operation.weights)
         for step in steps:
-            self._rows(step)
+            if step.sparse:
+                self._rows(step)
 
     def _step(self, update: Update, operation: Apply) -> _Step:
         given = dict(update.hyperparameters)
