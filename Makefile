@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
-        lint pytest fmt docs docs-serve dist soak bench bench-quick compare-tf clean
+        lint pytest fmt docs docs-serve dist soak bench bench-quick bench-models compare-tf compare-torch compare-jax clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -100,17 +100,26 @@ fmt: $(VENV)/.installed-dev  ## fix style problems automatically
 dist: $(VENV)/.installed-dev  ## build the wheel and the sdist into dist/
 	@$(BIN)/python -m hatchling build --clean
 
-bench: $(VENV)/.installed-dev  ## compare speed with other systems: benchmarks/results.json and charts; about 33 minutes
+bench: $(VENV)/.installed-interop  ## compare speed with other systems: benchmarks/results.json and charts; about 35 minutes
 	@$(BIN)/python benchmarks/bench.py
 
 bench-quick: $(VENV)/.installed-dev  ## measure the service and the lower bounds: about two minutes
 	@$(BIN)/python benchmarks/bench.py --quick
 
+bench-models: $(VENV)/.installed-interop  ## whole models beside torch, DDP, Hogwild and JAX: benchmarks/models.json and a chart; about twelve minutes
+	@$(BIN)/python benchmarks/bench_models.py
+
 compare-tf: $(VENV)/.installed-dev  ## run two programs in TensorFlow and here, and print the largest difference
 	@$(BIN)/python benchmarks/compare_tf.py
 
+compare-torch: $(VENV)/.installed-interop  ## train three models with torch alone and here, and print the largest differences
+	@$(BIN)/python examples/torch_models/compare.py
+
+compare-jax: $(VENV)/.installed-interop  ## train two models with JAX alone and here, and print the largest differences
+	@$(BIN)/python examples/jax_models/compare.py
+
 clean:  ## remove all generated files and the virtual environment
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/results.json
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/results.json benchmarks/models.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp that is newer than pyproject.toml says that the environment is up to date.

@@ -4,8 +4,8 @@
     make bench-quick    the service and the floors, about two minutes; tables only
 
 All peers take turns, round by round, so that whatever else the machine does hits all of them. ``works.py`` says what is
-measured, ``peers/`` how each peer does it; a trial whose result is not that of NumPy counts for nothing. Carry ratios
-to other machines, never milliseconds.
+measured, ``peers/`` how each peer does it; a trial whose result is not that of NumPy counts for nothing. The model
+``dlrm`` is measured by ``bench_models.py``. Carry ratios to other machines, never milliseconds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
+import bench_models
 import environments
 import memory
 import numpy as np
@@ -57,6 +58,7 @@ ALL = tuple(name for name in WORKS if name not in (EMPTY, MANY))  # what a run c
 SMALLER = tuple(name for name in ALL if name != LARGEST)
 NO_READS = tuple(name for name in ALL if not isinstance(WORKS[name], Read))
 NO_READS_SMALLER = tuple(name for name in NO_READS if name != LARGEST)
+WHOLE_MODELS = ("dlrm",)  # of `bench_models`, which has programs of its own
 RECOVERY = ("digits", "digits-many-steps", "adam-1MB", "adam-16MB", "adam-100MB", "adam-400MB")
 RESTARTS = ("digits", "adam-16MB")  # that a worker may die
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -209,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="rounds that count (default: 5, which are the fewest; quick: 1)")
     parser.add_argument("--quick", action="store_true", help="the service and the floors, nothing written")
-    names = tuple(WORKS)
+    names = (*WORKS, *WHOLE_MODELS)
     parser.add_argument("--works", nargs="+", choices=names, metavar="WORK", help=f"only these of: {' '.join(names)}")
     parser.add_argument("--results", type=Path, default=HERE, help="the directory of results.json and the charts")
     options = parser.parse_args()
@@ -223,14 +225,18 @@ def main() -> None:
             environments.make(family)
             machine["versions"] |= environments.versions(family)
     bench = Bench()
-    works = options.works or (QUICK if options.quick else tuple(WORKS))
+    works = options.works or (QUICK if options.quick else names)
     bench.measure(OWN if options.quick else OWN + OTHERS, works, rounds)
+    for model in (name for name in works if name in WHOLE_MODELS):
+        bench.figures |= bench_models.figures(model, rounds)
+        machine["versions"] |= bench_models.versions()
     rows = report.rows_of(bench.figures)
     print(f"\nmedian and spread of {rounds} rounds; one step, one read or one start; / ours: times our median")
     print(report.table(rows))
     print(f"\n{memory.table()}")
     if options.quick:
-        print(f"\n{parts.table(OWN[0], bench, options.works or parts.SHOWN)}")
+        shown = [work for work in options.works or parts.SHOWN if work in WORKS]
+        print(f"\n{parts.table(OWN[0], bench, shown)}")
     if not options.quick and rows:
         report.save(rows, machine, options.results)
         print(f"\nwritten to {options.results}/results.json and its charts")

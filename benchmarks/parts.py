@@ -29,6 +29,9 @@ SHOWN = (EMPTY, "digits", "read-400MBx1000", "sgd-1MB", "embedding")
 PARTS = {
     ("worker", "decoded"): "decode (worker)",
     ("worker", "called"): "arguments, seeds",
+    ("worker", "bound"): "function: parameters, buffers",
+    ("worker", "forward"): "function: forward",
+    ("worker", "backward"): "function: backward",
     ("worker", "looked-up"): "function: look-up",
     ("worker", "sliced"): "function: IndexedSlices",
     ("worker", "applied"): "function: apply_gradients",
@@ -73,11 +76,11 @@ def table(peer: Peer, bench: Bench, works: Iterable[str]) -> str:
             del os.environ["CS_MOMENTS"]
             if bench.failures:
                 return ""
-            shown += ["", *lines(work, _left(Path(directory)))]
+            shown += ["", *lines(work, left_in(Path(directory)), _is_ahead(work))]
     return "\n".join(shown).strip("\n")
 
 
-def _left(directory: Path) -> list[tuple[str, Moments]]:
+def left_in(directory: Path) -> list[tuple[str, Moments]]:
     """The moments of every process, by role."""
     found = []
     for path in sorted(directory.iterdir()):
@@ -86,22 +89,21 @@ def _left(directory: Path) -> list[tuple[str, Moments]]:
     return found
 
 
-def lines(work: str, left: list[tuple[str, Moments]]) -> list[str]:
-    """The table of one work, from the moments of every process, by role."""
-    is_ahead = _is_ahead(work)
+def lines(work: str, left: list[tuple[str, Moments]], is_ahead: bool, steps: int = STEPS) -> list[str]:
+    """The table of the last ``steps`` of one work, from the moments of every process, by role."""
     if is_ahead:
-        bounds = [*pairwise(_whens(left, "server", "committed")[-STEPS - 1 :])]
+        bounds = [*pairwise(_whens(left, "server", "committed")[-steps - 1 :])]
     else:
-        begun, over = (_whens(left, "client", name)[-STEPS:] for name in ("begun", "over"))
+        begun, over = (_whens(left, "client", name)[-steps:] for name in ("begun", "over"))
         bounds = [*zip(begun, over, strict=True)]
-    steps = [_step(left, first, last) for first, last in bounds]
+    taken = [_step(left, first, last) for first, last in bounds]
     script, wakes = [*SCRIPT.values()], [*WAKES.values()]
     parts = [*PARTS.values(), *wakes[2:]] if is_ahead else [*script[:3], *PARTS.values(), *script[3:], *wakes[:3]]
-    shown = [f"{'parts of ' + work:<32}{'median':>10}", *_medians([*parts, "all"], steps)]
+    shown = [f"{'parts of ' + work:<32}{'median':>10}", *_medians([*parts, "all"], taken)]
     if is_ahead:
-        shown += ["  meanwhile, in the script:", *_medians(script, steps)]
+        shown += ["  meanwhile, in the script:", *_medians(script, taken)]
     for what, place in (("messages", 1), ("wake-ups", 2)):
-        shown.append(f"  {what:<30}{statistics.median([step[place] for step in steps]):>10g}")
+        shown.append(f"  {what:<30}{statistics.median([step[place] for step in taken]):>10g}")
     return shown
 
 

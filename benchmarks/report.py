@@ -19,7 +19,7 @@ import zmq
 
 OURS = "central-storage"
 #: The works in highlights.svg, the chart of the project's README.md.
-HIGHLIGHTS = ("adam-400MB", "read-400MBx1000", "digits-many-steps")
+HIGHLIGHTS = ("adam-400MB", "read-400MBx1000", "digits-many-steps", "dlrm")
 
 
 @dataclass(frozen=True)

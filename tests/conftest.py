@@ -138,8 +138,8 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server's kernels compiled before the time of a test begins to run: on a machine that has none of them,
-    or after a change of them, that takes up to two minutes. Each worker of xdist does its share; the first test begins
-    when all are ready."""
+    or after a change of them, that takes up to three minutes, and longer where others compute. Each worker of xdist
+    does its share; the first test begins when all are ready."""
     gc.freeze()  # what is collected stays: each look through it for garbage is a quarter of a second
     here = Path(__file__).parent
     paths = {str(item.path.relative_to(here)) for item in session.items if item.path.is_relative_to(here)}
@@ -149,7 +149,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     share = (int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
     program = f"from cs_server.compute import kernels; kernels.cache_directory() and kernels.load(share={share})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=300, check=True)
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=900, check=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -296,7 +296,7 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
         (
             "jax",
             {
-                "central_storage.jax.optimizer",
+                "central_storage.jax.nodes",
                 "central_storage.jax.state",
                 "central_storage.jax.step",
                 "central_storage.jax.tracing",

@@ -244,6 +244,6 @@ def parts_of(work: str, length: int, **moments: list[list[tuple[str, int]]]) -> 
         for role, processes in moments.items()
         for mine in processes
     ]
-    columns = {line[:32].strip(): line[32:].strip() for line in parts.lines(work, left)}
+    columns = {line[:32].strip(): line[32:].strip() for line in parts.lines(work, left, is_ahead=work == "embedding")}
     assert columns.pop(f"parts of {work}") == "median"
     return columns

@@ -1,1 +1,1 @@
-"""The programs that `models.py` compares: one for each way to train a model, which all obey the same commands."""
+"""The programs that `bench_models.py` compares: one for each way to train a model, which all obey the same commands."""

@@ -7,7 +7,8 @@ from itertools import cycle, islice
 
 import central_storage as cs
 import central_storage.torch as cst
-from model_peers.training import TRAININGS, Training, obey
+from model_peers.obeying import obey
+from model_peers.training import TRAININGS, Training
 
 
 class Central:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from model_peers.training import TRAININGS, Alone, Training, obey
+from model_peers.obeying import obey
+from model_peers.training import TRAININGS, Alone, Training
 
 PROCESSES = 2
 
@@ -52,7 +53,7 @@ def be_rank(other: subprocess.Popen[str] | None) -> None:
     dist.init_process_group("gloo")
     parallel = Parallel(TRAININGS[sys.argv[1]])
     if other is None:
-        obey(parallel, speaks=False)
+        obey(parallel, is_speaker=False)
     else:
         obey(_Told(parallel, other))
         other.stdin.close()

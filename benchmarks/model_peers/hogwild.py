@@ -9,7 +9,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from model_peers.training import TRAININGS, Alone, Training, obey
+from model_peers.obeying import obey
+from model_peers.training import TRAININGS, Alone, Training
 
 PROCESSES = 2
 

@@ -1,31 +1,27 @@
-"""What all programs train: the model, the batches and the optimizers of each work, as plain torch.
-
-A program makes a `Trainer`, and `obey` lets `models.py` command it over standard input and output.
-"""
+"""What the programs of torch train: the model, the batches and the optimizers of each work, as plain torch."""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from model_peers.obeying import BATCHES, IS_SMALL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "torch_models"))
 
-from models import DLRM, GPT, ConvNet  # noqa: E402
+from models import DLRM, GPT, ConvNet
 
-BATCHES = 8  # different ones, which are used in turn
-
-#: The shape of the recommender: 205 MB of tables, and twice as much of SparseAdam's state.
-TABLES, HEIGHT, WIDTH = 8, 200_000, 32
-CHARACTERS, LENGTH = 128, 128
+#: The recommender: 333 MB of tables, as many as in the data set of Criteo, and twice as much of SparseAdam's state.
+TABLES, HEIGHT, WIDTH, CLICKS = (3, 1000, 8, 64) if IS_SMALL else (26, 100_000, 32, 1024)
+CHARACTERS, LENGTH, TEXTS = (32, 16, 4) if IS_SMALL else (128, 128, 16)
+LAYERS, HIDDEN = (1, 32) if IS_SMALL else (4, 256)
+IMAGES = 32 if IS_SMALL else 256
 
 
 @dataclass(frozen=True)
@@ -49,34 +45,34 @@ class Training:
 
 
 def _click_batch(random: torch.Generator) -> tuple[Tensor, ...]:
-    categories = (torch.rand(1024, TABLES, generator=random) ** 4 * HEIGHT).long()
-    return torch.rand(1024, 13, generator=random), categories, torch.rand(1024, generator=random).round()
+    categories = (torch.rand(CLICKS, TABLES, generator=random) ** 4 * HEIGHT).long()
+    return torch.rand(CLICKS, 13, generator=random), categories, torch.rand(CLICKS, generator=random).round()
 
 
 def _click_loss(model: nn.Module, numbers: Tensor, categories: Tensor, clicks: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(model(numbers, categories), clicks)
+    return binary_cross_entropy_with_logits(model(numbers, categories), clicks)
 
 
 def _text_batch(random: torch.Generator) -> tuple[Tensor, ...]:
-    text = torch.randint(CHARACTERS, (16, LENGTH + 1), generator=random)
+    text = torch.randint(CHARACTERS, (TEXTS, LENGTH + 1), generator=random)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def _text_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    return cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
 def _image_batch(random: torch.Generator) -> tuple[Tensor, ...]:
-    return torch.rand(256, 1, 8, 8, generator=random), torch.randint(10, (256,), generator=random)
+    return torch.rand(IMAGES, 1, 8, 8, generator=random), torch.randint(10, (IMAGES,), generator=random)
 
 
 def _image_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
+    return cross_entropy(model(x), y)
 
 
 TRAININGS = {
     "dlrm": Training(
-        1024,
+        CLICKS,
         lambda: DLRM(TABLES, HEIGHT, WIDTH),
         _click_batch,
         _click_loss,
@@ -86,39 +82,20 @@ TRAININGS = {
         ],
     ),
     "gpt": Training(
-        16,
-        lambda: GPT(CHARACTERS, LENGTH),
+        TEXTS,
+        lambda: GPT(CHARACTERS, LENGTH, LAYERS, HIDDEN),
         _text_batch,
         _text_loss,
         lambda model, of: [of.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)],
     ),
     "convnet": Training(
-        256,
+        IMAGES,
         lambda: ConvNet(dropout=0.25),
         _image_batch,
         _image_loss,
         lambda model, of: [of.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)],
     ),
 }
-
-
-class Trainer(Protocol):
-    """A program that trains."""
-
-    def run(self, steps: int) -> float:
-        """Do so many steps. Return the loss of the last one, a mean over the rows of its batch."""
-
-
-def obey(trainer: Trainer, speaks: bool = True) -> None:
-    """Do what standard input says: for each line, a number of steps, print ``{"seconds": of a step, "loss": ...}``. The
-    end of the input ends it."""
-    print(json.dumps({"ready": True}), flush=True) if speaks else None
-    for line in sys.stdin:
-        begun = time.perf_counter()
-        loss = trainer.run(int(line))
-        seconds = (time.perf_counter() - begun) / int(line)
-        if speaks:
-            print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
 
 
 class Alone:

@@ -1,10 +1,9 @@
-"""A recommender learns from clicks: most of its parameters lie in tables of which a step reads and
-changes a few rows."""
+"""A recommender learns from clicks: of its tables, which have most of the parameters, a step needs few rows."""
 
 import argparse
-import os
 
 import torch
+from checkpoints import load, save
 from data import Clicks
 from models import DLRM
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ def main() -> None:
     parser.add_argument("--tables", type=int, default=8)
     parser.add_argument("--height", type=int, default=100_000, help="rows of each table")
     parser.add_argument("--width", type=int, default=32, help="columns of each table")
-    parser.add_argument("--checkpoint", default="", help="continue from this file if it exists; write it at every epoch")
+    parser.add_argument("--checkpoint", default="", help="continue from this file if it exists; write it each epoch")
     options = parser.parse_args()
     torch.manual_seed(0)
     loader = DataLoader(Clicks(options.rows, options.tables, options.height), batch_size=1024)
@@ -31,13 +30,8 @@ def main() -> None:
         model = cst.centralize(DLRM(options.tables, options.height, options.width))
     rows = cst.optim.SparseAdam(model.tables.parameters(), lr=1e-2)
     dense = cst.optim.Adagrad([*model.bottom.parameters(), *model.top.parameters()], lr=1e-2)
-    first = 0
-    if os.path.exists(options.checkpoint):
-        saved = torch.load(options.checkpoint)
-        first = saved["epoch"]
-        model.load_state_dict(saved["model"])
-        rows.load_state_dict(saved["rows"])
-        dense.load_state_dict(saved["dense"])
+    parts = {"model": model, "rows": rows, "dense": dense}
+    first = load(options.checkpoint, parts)
 
     @cst.step(model, rows, dense)
     def train(numbers, categories, clicks):
@@ -45,10 +39,8 @@ def main() -> None:
 
     for epoch in range(first, options.epochs):
         losses = [train(batch) for batch in cst.batches(strategy, loader)]
+        save(options.checkpoint, parts, epoch + 1)
         print(f"epoch {epoch}  loss {sum(losses) / len(losses):.4f}", flush=True)
-        if options.checkpoint:
-            states = {"model": model.state_dict(), "rows": rows.state_dict(), "dense": dense.state_dict()}
-            torch.save({**states, "epoch": epoch + 1}, options.checkpoint)
 
 
 if __name__ == "__main__":

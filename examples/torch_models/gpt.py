@@ -1,10 +1,9 @@
-"""A GPT of 3.2 million parameters reads Python's manual and writes some lines of its own."""
+"""A GPT of 3.2 million parameters reads Python's manual, and writes some lines of its own at the end."""
 
 import argparse
-import os
-from itertools import islice
 
 import torch
+from checkpoints import load, save
 from data import Manual
 from models import GPT
 from torch.nn import functional as F
@@ -18,10 +17,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--checkpoint", default="", help="continue from this file if it exists; write it at the end")
+    parser.add_argument("--length", type=int, default=128, help="characters of a piece")
+    parser.add_argument(
+        "--checkpoint", default="", help="continue from this file if it exists; write it every 20 steps"
+    )
     options = parser.parse_args()
-    manual = Manual(length=128)
+    manual = Manual(options.length)
     torch.manual_seed(0)
+    numbers = torch.randint(len(manual), (options.steps, 16))  # of the pieces in each batch
 
     strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
@@ -31,27 +34,20 @@ def main() -> None:
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = cst.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, max_norm=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    first = 0
-    if os.path.exists(options.checkpoint):
-        saved = torch.load(options.checkpoint)
-        first = saved["step"]
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-    loader = DataLoader(manual, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(first))
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    first = load(options.checkpoint, parts)
+    loader = DataLoader(manual, batch_sampler=numbers[first:].tolist())
 
     @cst.step(model, optimizer)
     def train(x, y):
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
-    for step, batch in enumerate(islice(cst.batches(strategy, loader), options.steps - first), first):
+    for step, batch in enumerate(cst.batches(strategy, loader), first + 1):
         loss = train(batch)
         schedule.step()
-        if step % 20 == 0 or step == options.steps - 1:
+        if step % 20 == 0 or step == options.steps:
+            save(options.checkpoint, parts, step)
             print(f"step {step}  loss {loss:.4f}", flush=True)
-    if options.checkpoint:
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-        torch.save({**states, "step": options.steps}, options.checkpoint)
     print(manual.written(cst.pull(model).write(manual.tokens("The "), 300)))
 
 

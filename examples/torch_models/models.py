@@ -8,18 +8,22 @@ from torch.nn import functional as F
 
 
 class ConvNet(nn.Module):
-    """Two convolutions with BatchNorm, and dropout before the last layer, for images float32 ``[n, 1, 8, 8]``."""
+    """Two convolutions with BatchNorm, and dropout before the last layer, for images float32 ``[n, 1, 8, 8]``.
+
+    GELU is smooth. With ReLU, a sum near 0 that rounds to the other sign changes a gradient by more than rounding does:
+    with torch alone, two orders of the same rows then differ by 1e-2 after some trainings.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1, bias=False),
             nn.BatchNorm2d(32),
-            nn.ReLU(),
+            nn.GELU(),
             nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1, bias=False),
             nn.BatchNorm2d(64),
-            nn.ReLU(),
+            nn.GELU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Dropout(dropout),

@@ -97,6 +97,9 @@ def test_code_is_kept_under_the_name_of_what_its_step_computes() -> None:
     assert kernels._path(again, "sgd", dtype, Path()) == kernels._path(rule, "sgd", dtype, Path())
     changed = kernels._path(replace(rule, step=sgd), "sgd", dtype, Path())
     assert changed != kernels._path(rule, "sgd", dtype, Path())
+    by_row = RULES["rowwise_adagrad"]
+    changed = kernels._path(replace(by_row, row=lambda w, g, *numbers: g), "rowwise_adagrad", dtype, Path())
+    assert changed != kernels._path(by_row, "rowwise_adagrad", dtype, Path())
 
 
 @pytest.fixture(scope="module")

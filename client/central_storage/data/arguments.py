@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from cs_proto.errors import InvalidArgumentError
 
 from .element_spec import TensorSpec
 
-__all__ = ["at_least", "check_flag", "check_unused", "index_of", "signature_of", "spread"]
+__all__ = ["at_least", "can_take", "check_flag", "check_unused", "index_of", "signature_of", "spread"]
 
 
 def signature_of(types: Any, shapes: Any, signature: Any) -> Any:
@@ -103,3 +104,16 @@ def check_unused(where: str, *, name: str | None, num_parallel_calls: int | None
     for flag, value in flags.items():
         if value is not None:
             check_flag(value, f"{where}: {flag}")
+
+
+def can_take(function: Callable[..., Any], count: int) -> bool:
+    """Whether the parts of a batch can be the first ``count`` positional arguments of a function."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return True
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    required = [each for each in positional if each.default is each.empty]
+    return count <= len(positional) and (count >= len(required) or count != 1)

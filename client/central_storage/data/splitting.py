@@ -89,6 +89,7 @@ def _array(leaf: Any) -> Any:
     except (ValueError, TypeError, RuntimeError, BufferError) as error:  # the errors of its array protocol
         raise InvalidArgumentError(
             f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
+            + (f"; convert it from {leaf.dtype} to float32" if getattr(leaf, "dtype", None) == "bfloat16" else "")
         ) from error
 
 

@@ -5,6 +5,7 @@
 It needs JAX: ``pip install 'central-storage[jax]'``. :func:`state` and :func:`load_state` need optax, too.
 """
 
+from . import nodes as nodes
 from . import optim
 from .batches import batches
 from .state import load_state, state

@@ -30,7 +30,7 @@ def batches(
         strategy: The strategy of the replicas.
         data: A ``cs.data.Dataset``, a DataLoader, a list, or anything else that can be iterated again and again and
             yields nests of arrays with the same number of rows. Of a tuple or list, the loss gets every part as an
-            argument; anything else is one argument.
+            argument, if it takes so many; anything else, such as a dict or a named tuple, is one argument.
         weight: What each row of a batch counts, such as the number of its tokens: a function from the batch to numbers
             of at least 0, one for each row. The loss of a share must be a mean with the same weights. None: every row
             counts the same.
@@ -40,6 +40,7 @@ def batches(
 
     Raises:
         NotADatasetError: ``data`` cannot be iterated (a TypeError).
+        TypeError: ``weight`` cannot be called.
         InvalidArgumentError: At a batch without rows, of arrays with different numbers of rows, or whose weights are no
             such numbers or all 0 (a ValueError).
         DatasetContextError: Called inside a replica (a RuntimeError).
@@ -54,4 +55,6 @@ def batches(
     """
     refuse_in_replica("made")
     context.require_cross_replica(strategy, "csj.batches")
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight must be a function of a batch that returns a number for each row, not {weight!r:.100}")
     return WeightedDataset(data, strategy.num_replicas_in_sync, weight, weakly(strategy.carrier, Carriage))

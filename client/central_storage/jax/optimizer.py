@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
 import numpy as np
 
 import central_storage.optimizers as optimizers
@@ -16,9 +15,9 @@ from central_storage.core.public_objects import Closed
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .schedules import Schedule
+from .trees import bools
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import Strategy
     from central_storage.variables.variable import Variable
 
     from .trees import Leaves
@@ -57,7 +56,8 @@ class Optimizer(Closed):
 
     @property
     def count(self) -> int:
-        """The number of updates that the server has made; 0 before the first step."""
+        """The number of updates that the server has made; 0 before the first step. Of several trees, that of the tree
+        that has had most."""
         return self._rule.count
 
     @property
@@ -70,8 +70,8 @@ class Optimizer(Closed):
 
 
 class Rule:
-    """The rule, its numbers, and the optimizers of the server that follow it: one for the variables whose weights decay
-    and one for the others."""
+    """The rule, its numbers, and the optimizers of the server that follow it: for each tree, as optax has one state for
+    each, one for the variables whose weights decay and one for the others."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Rule:
         self._numbers = numbers
         self._mask = mask
         self._max_norm = max_norm
-        #: By whether the weights decay.
-        self._central: dict[bool, optimizers.Optimizer] = {}
+        #: For each tree: its trained variables, and its optimizers by whether the weights decay.
+        self._trees: list[tuple[list[Variable], dict[bool, optimizers.Optimizer]]] = []
         #: The loops over steps ahead that were told of no schedule.
         self._plain_loops = 0
         self._make(decays=True)  # refuses numbers out of their range
@@ -108,24 +108,24 @@ class Rule:
                 "before the loop"
             )
         self.rate = checked
-        self.push()
+        self._push(self._every())
 
-    def push(self) -> None:
-        """Tell the server the learning rate of the next step, if it is another."""
-        for central in self._central.values():
+    def push(self, groups: Groups) -> None:
+        """Tell the server the learning rate of the next step of these groups, if it is another."""
+        self._push(central for central, _ in groups[0])
+
+    def _push(self, every: Iterable[optimizers.Optimizer]) -> None:
+        for central in every:
             rate = self._rate_at(int(central.iterations)) if callable(self.rate) else self.rate
             if float(central.learning_rate) != rate:
                 central.learning_rate = rate
 
     @contextmanager
-    def ahead(self) -> Iterator[Mapping[optimizers.Optimizer, Iterable[float]] | None]:
-        """The learning rates of the steps that are sent while the block lasts, for ``run_steps``."""
-        self.push()
+    def ahead(self, groups: Groups) -> Iterator[Mapping[optimizers.Optimizer, Iterable[float]] | None]:
+        """The learning rates of the steps of these groups that are sent while the block lasts, for ``run_steps``."""
+        self.push(groups)
         if callable(self.rate):
-            yield {
-                central: map(self._rate_at, itertools.count(int(central.iterations)))
-                for central in self._central.values()
-            }
+            yield {central: map(self._rate_at, itertools.count(int(central.iterations))) for central, _ in groups[0]}
             return
         self._plain_loops += 1
         try:
@@ -147,34 +147,45 @@ class Rule:
 
     @property
     def count(self) -> int:
-        """The number of updates."""
-        return max((int(central.iterations) for central in self._central.values()), default=0)
+        """The number of updates of the tree that has had most."""
+        return max((int(central.iterations) for central in self._every()), default=0)
+
+    def _every(self) -> list[optimizers.Optimizer]:
+        return [central for _, known in self._trees for central in known.values()]
 
     def with_max_norm(self, bound: float) -> Rule:
         """The same rule, for gradients that are clipped first."""
         return Rule(self._name, self.rate, self._arguments, self._numbers, self._mask, bound)
 
     def bind(self, leaves: Leaves) -> Groups:
-        """Make the optimizers of the server for the trained variables of a tree, if another tree has not made them."""
+        """The optimizers of the server for the trained variables of a tree, which are made for a tree that is new."""
         decayed = self._decayed(leaves)
+        known = self._of(leaves)
         groups = {
             decays: [place for place, each in enumerate(decayed) if each is decays] for decays in sorted({*decayed})
         }
-        return [(self._of(leaves.strategy, decays), places) for decays, places in groups.items()], self._max_norm
+        for decays in groups.keys() - known.keys():
+            known[decays] = self._make(decays)
+            known[decays].adopt(leaves.strategy)
+        return [(known[decays], places) for decays, places in groups.items()], self._max_norm
 
-    def _of(self, strategy: Strategy, decays: bool) -> optimizers.Optimizer:
-        known = next(iter(self._central.values()), None)
-        if known is not None and known.strategy is not strategy:
+    def _of(self, leaves: Leaves) -> dict[bool, optimizers.Optimizer]:
+        if any(central.strategy is not leaves.strategy for central in self._every()):
             raise ContextError(
                 f"csj.optim.{self._name} trains variables of another strategy; make one for each strategy"
             )
-        if decays not in self._central:
-            made = self._make(decays)
-            made.adopt(strategy)
-            if known is not None:
-                made.iterations = int(known.iterations)
-            self._central[decays] = made
-        return self._central[decays]
+        wanted = {id(variable) for variable in leaves.trained}
+        for trained, known in self._trees:
+            if {id(variable) for variable in trained} == wanted:
+                return known
+        self._trees.append((leaves.trained, {}))
+        return self._trees[-1][1]
+
+    def trains_part_of(self, leaves: Leaves) -> bool:
+        """Whether it trains variables of the tree, but in another tree."""
+        wanted = {id(variable) for variable in leaves.trained}
+        trees = [{id(variable) for variable in trained} for trained, _ in self._trees]
+        return wanted not in trees and any(wanted & tree for tree in trees)
 
     def _make(self, decays: bool) -> optimizers.Optimizer:
         numbers = (
@@ -184,15 +195,8 @@ class Rule:
 
     def _decayed(self, leaves: Leaves) -> list[bool]:
         """For each trained variable, whether its weights decay."""
-        full = leaves.of_trained(leaves.trained)
-        if self._mask is None:
-            return [True] * len(leaves.trained)
-        given = self._mask(full) if callable(self._mask) else self._mask
-        try:
-            mask = jax.tree.leaves(jax.tree.broadcast(given, full))
-        except ValueError as error:
-            raise InvalidArgumentError(f"csj.optim.{self._name}: the mask is no prefix of the tree: {error}") from error
-        return [bool(each) for each in mask]
+        mask = True if self._mask is None else self._mask
+        return bools(mask, leaves.of_trained(leaves.trained), f"csj.optim.{self._name}: the mask")
 
     def transformation(self, leaves: Leaves) -> Any:
         """The optimizer of optax itself with these arguments. Raises ModuleNotFoundError without optax."""

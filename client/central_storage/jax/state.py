@@ -30,8 +30,8 @@ def state(optimizer: Optimizer, tree: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: optax is not installed.
-        InvalidArgumentError: The tree is none of :func:`centralize <central_storage.jax.centralize>`, or the optimizer
-            has counted its variables differently (a ValueError).
+        InvalidArgumentError: The tree is none of :func:`centralize <central_storage.jax.centralize>`, or a part of the
+            one that the optimizer trains, or the optimizer has counted its variables differently (a ValueError).
         TypeError: The optimizer is none of ``csj.optim``.
 
     Examples:
@@ -41,7 +41,12 @@ def state(optimizer: Optimizer, tree: Any) -> Any:
         ...     return csj.state(optimizer, model)[0].count  # needs optax
     """
     leaves = Leaves(tree, "csj.state")
-    exchange = _Exchange(as_optimizer(optimizer, "csj.state"), leaves)
+    if as_optimizer(optimizer, "csj.state").record.trains_part_of(leaves):
+        raise InvalidArgumentError(
+            f"csj.state: {optimizer!r} trains variables of this tree as parts of another one, and has one state for "
+            "each tree: pass the tree that csj.step was given"
+        )
+    exchange = _Exchange(optimizer, leaves)
     return jax.tree_util.tree_map_with_path(exchange.read, exchange.template)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from central_storage.core.options import RunOptions
 from central_storage.core.public_objects import Closed
 from central_storage.core.values import DistributedValues, PerReplica, local_results, regroup, select_replicas
+from central_storage.data.arguments import can_take
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from central_storage.data.splitting import split
 from central_storage.data.weighted import Weighted, is_weighted, share_of, weighted, weights_of
@@ -25,21 +27,21 @@ from cs_proto.errors import InvalidArgumentError
 from .batches import batches
 from .optimizer import Optimizer, apply, as_optimizer
 from .tracing import Tracing, draw_words
-from .trees import Leaves
+from .trees import Leaves, refuse_changed
 
 __all__ = ["Step", "step"]
 
-#: The settings of JAX that change what a function computes; workers compute with those of the script.
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_threefry_partitionable",
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_disable_jit",
-)
+#: The settings of JAX that change what a function computes, and their contexts: workers compute with the script's.
+_SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+    "jax_debug_nans": jax.debug_nans,
+    "jax_debug_infs": jax.debug_infs,
+    "jax_disable_jit": jax.disable_jit,
+}
 _KEEP = RunOptions(keep_per_replica=True)
 
 
@@ -53,7 +55,8 @@ def step(tree: Any, optimizer: Optimizer, has_aux: bool = False) -> Callable[[Ca
 
     Args:
         tree: What :func:`centralize` returned. Its constants (numbers, functions) are those of now.
-        optimizer: One of ``csj.optim``. Several steps may share it.
+        optimizer: One of ``csj.optim``. Several steps may share it: those of one tree share a state, and another tree
+            has a state and a count of updates of its own, as in optax.
         has_aux: Whether the loss returns a pair ``(loss, aux)``, where ``aux`` is a nest of arrays.
 
     Returns:
@@ -113,24 +116,26 @@ class Step(Closed):
         self._strategy = leaves.strategy
         self._rule = optimizer.record
         self._has_aux = has_aux
-        program, groups = Program(), optimizer.record.bind(leaves)
+        self._groups = groups = optimizer.record.bind(leaves)
+        program = Program()
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
 
         @functools.wraps(loss)
         def replica(share: tuple[Any, Any]) -> Any:
-            for name, value in settings.items():
-                if getattr(jax.config, name) != value:
-                    jax.config.update(name, value)
-            return _train(program, loss, leaves, groups, has_aux, share)
+            with ExitStack() as contexts:
+                for name, value in settings.items():
+                    if getattr(jax.config, name) != value:
+                        contexts.enter_context(_SETTINGS[name](value))
+                return _train(program, loss, leaves, groups, has_aux, share)
 
         self._replica = function(replica)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, *batch: Any) -> Any:
         """Train on a global batch.
 
         Args:
-            batch: An element of :func:`batches`; or a nest of arrays, whose rows all count the same; or an element of
-                another distributed data set.
+            *batch: An element of :func:`batches`; or a nest of arrays, whose rows all count the same, given whole or as
+                its parts; or an element of another distributed data set.
 
         Returns:
             The mean loss of the global batch before the update, a float. With ``has_aux`` a pair of it and the nest of
@@ -142,8 +147,8 @@ class Step(Closed):
                 rows (a ValueError).
             Exception: As ``strategy.run``.
         """
-        element = self._element(batch)
-        self._rule.push()
+        element = self._element(batch[0] if len(batch) == 1 else batch)
+        self._rule.push(self._groups)
         return self._outcome(self._strategy.run(self._replica, args=(tuple(element),), options=_KEEP))
 
     def ahead(self, batches: Any, steps: int | None = None, *, lookahead: int = LOOKAHEAD) -> Iterator[Any]:
@@ -178,7 +183,7 @@ class Step(Closed):
 
     def _outcomes(self, data: Any, steps: int | None, lookahead: int) -> Iterator[Any]:
         with (
-            self._rule.ahead() as rates,
+            self._rule.ahead(self._groups) as rates,
             self._strategy.run_steps(
                 self._replica, data, steps, lookahead=lookahead, options=_KEEP, rates=rates
             ) as results,
@@ -187,9 +192,15 @@ class Step(Closed):
                 yield self._outcome(result)
 
     def _element(self, batch: Any) -> Weighted:
-        if isinstance(batch, Weighted):
-            return batch
         n = self._strategy.num_replicas_in_sync
+        if isinstance(batch, Weighted):
+            replicas = len(batch.weights.values) if isinstance(batch.weights, DistributedValues) else 1
+            if replicas != n:
+                raise InvalidArgumentError(
+                    f"the batch is split over {replicas} replicas, and the strategy of the model has {n}: call "
+                    "csj.batches with that strategy"
+                )
+            return batch
         leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             element: Weighted = split(weighted(batch), n)
@@ -224,9 +235,13 @@ class Program:
         of a key, and the share. It gives ((loss, aux), gradients)."""
         if self._compiled is None:
 
-            def forward(trained: list[Any], fixed: list[Any], words: Any, share: tuple[Any, ...]) -> tuple[Any, Any]:
+            def forward(trained: list[Any], fixed: list[Any], words: Any, rows: Any) -> tuple[Any, Any]:
+                whole = type(rows) not in (tuple, list) or not can_take(loss, 1 + len(rows))
+                tree = leaves.tree(trained, fixed)
+                before = jax.tree.leaves(tree)
                 with Tracing(_name(loss), words):
-                    given = loss(leaves.tree(trained, fixed), *share)
+                    given = loss(tree, *([rows] if whole else rows))
+                refuse_changed(tree, before, _name(loss))
                 value, aux = _pair(given, loss) if has_aux else (given, None)
                 _check(value, trained[0], loss)
                 return value, aux
@@ -244,9 +259,8 @@ def _train(
     buffers = gradient_buffers(leaves.trained)  # with a weight of 0 their content does not count
     value, aux = 0.0, None
     if weight:
-        arguments = tuple(rows) if isinstance(rows, tuple | list) else (rows,)
         compute = program.compiled(loss, leaves, has_aux)
-        (loss_value, aux), gradients = compute(*leaves.arrays(), draw_words(), arguments)
+        (loss_value, aux), gradients = compute(*leaves.arrays(), draw_words(), rows)
         value = float(loss_value)
         if not math.isfinite(value):
             raise FloatingPointError(

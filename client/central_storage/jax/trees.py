@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import hijax
+from jax.tree_util import GetAttrKey
 
 from central_storage.checkpoint.graph import Walked
 from central_storage.core.context import get_strategy, has_strategy, in_cross_replica_context, refuse_in_replica
@@ -19,7 +20,17 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 if TYPE_CHECKING:
     from central_storage.strategy.base import StrategyBase
 
-__all__ = ["Leaves", "Narrow", "array_of", "centralize", "path_name", "read", "refuse_in_trace", "variable_of"]
+__all__ = [
+    "Leaves",
+    "Narrow",
+    "bools",
+    "centralize",
+    "path_name",
+    "read",
+    "refuse_changed",
+    "refuse_in_trace",
+    "variable_of",
+]
 
 T = TypeVar("T")
 
@@ -91,7 +102,8 @@ def centralize(tree: T, *, trainable: Any = None) -> T:
     integers and bools are variables that are not. Arrays of a float that is narrower than 32 bits become a
     :class:`Narrow`, which has a float32 variable. 64-bit NumPy arrays become 32-bit ones unless ``jax_enable_x64`` is
     set, as everywhere in JAX. Python numbers, None, functions and other leaves stay as they are: a compiled loss takes
-    them as constants. A variable of the same strategy stays, too.
+    them as constants. In a tree of floats alone a Python float is refused, because ``jax.grad`` would train it. A
+    variable of the same strategy stays, too.
 
     Args:
         tree: A pytree: nested dicts and lists, the parameters of flax, a module of equinox.
@@ -103,36 +115,42 @@ def centralize(tree: T, *, trainable: Any = None) -> T:
 
     Raises:
         ContextError: Called outside ``strategy.scope()`` (a RuntimeError).
-        InvalidArgumentError: A leaf is a random key, an array of a dtype that no variable has, or a variable of another
-            strategy (a ValueError). The error names its path. No variable is made then.
+        InvalidArgumentError: A leaf is a random key, an array of a dtype that no variable has or of another library, a
+            Python float that ``jax.grad`` would train, or a variable of another strategy; or ``trainable`` has other
+            leaves than bools (a ValueError). The error names the path. No variable is made then.
 
     Examples:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import central_storage as cs, central_storage.jax as csj
         >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
-        ...     model = csj.centralize({"w": jnp.ones((2, 3)), "scale": 0.5, "bias": None})
-        ...     print(model["w"].name, model["w"].shape, model["scale"], model["bias"])
-        w (2, 3) 0.5 None
+        ...     model = csj.centralize({"w": jnp.ones((2, 3)), "act": jax.nn.relu, "bias": None})
+        ...     print(model["w"].name, model["w"].shape, model["act"].__name__, model["bias"])
+        w (2, 3) relu None
     """
     if not has_strategy() or not in_cross_replica_context():
         refuse_in_replica("a tree of variables")
         raise ContextError("csj.centralize makes variables of a strategy: call it under `with strategy.scope():`")
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
-    mask = _bools(trainable, tree, structure)
+    mask = bools(True if trainable is None else trainable, tree, "csj.centralize: trainable")
     plans = [_plan(path_name(path), leaf, may) for (path, leaf), may in zip(found, mask, strict=True)]
+    _refuse_numbers_that_jax_trains(found, mask)
     made: T = jax.tree.unflatten(structure, [plan() for plan in plans])
     return made
 
 
-def _bools(mask: Any, tree: Any, structure: Any) -> list[bool]:
-    if mask is None:
-        return [True] * structure.num_leaves
-    given = mask(tree) if callable(mask) else mask
+def bools(given: Any, tree: Any, what: str) -> list[bool]:
+    """A bool for each leaf of a tree, from a prefix of it or a function from the tree to one. Raises
+    InvalidArgumentError, which names ``what`` is given."""
+    prefix = given(tree) if callable(given) else given
     try:
-        full = jax.tree.leaves(jax.tree.broadcast(given, tree))
+        found, _ = jax.tree_util.tree_flatten_with_path(jax.tree.broadcast(prefix, tree))
     except ValueError as error:
-        raise InvalidArgumentError(f"csj.centralize: trainable is no prefix of the tree: {error}") from error
-    return [bool(each) for each in full]
+        raise InvalidArgumentError(f"{what} is no prefix of the tree: {error}") from error
+    for (path, each), leaf in zip(found, jax.tree.leaves(tree), strict=True):
+        is_bool = isinstance(each, bool) or (getattr(each, "dtype", None) == np.bool_ and not each.shape)
+        if hasattr(leaf, "shape") and not is_bool:
+            raise InvalidArgumentError(f"{what} has bools at its leaves, not {each!r:.100} as at {path_name(path)}")
+    return [bool(each) for _, each in found]
 
 
 def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
@@ -146,7 +164,11 @@ def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
                 f"{where} is variable {leaf.name} of another strategy; pass an array of its value"
             )
         return lambda: leaf
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or isinstance(leaf, np.ma.MaskedArray):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            raise InvalidArgumentError(
+                f"{where} is a {type(leaf).__name__}, no array of JAX or NumPy: make it one by jnp.asarray"
+            )
         return lambda: leaf
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise InvalidArgumentError(
@@ -165,6 +187,23 @@ def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
         return variable if stored == dtype else Narrow(variable, dtype)
 
     return make
+
+
+def _refuse_numbers_that_jax_trains(found: list[tuple[Any, Any]], mask: list[bool]) -> None:
+    """Refuse a float that stays a constant here, in a tree that ``jax.grad`` takes as it is: it would train the float.
+
+    It takes no tree with other leaves than floats. What takes those apart, such as equinox, trains no number of Python.
+    """
+    if not all(
+        jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) for _, leaf in found if leaf is not None
+    ):
+        return
+    for (path, leaf), may_train in zip(found, mask, strict=True):
+        if type(leaf) in (float, complex) and may_train:
+            raise InvalidArgumentError(
+                f"csj.centralize: the leaf {path_name(path) or 'itself'} is the number {leaf}, which jax.grad would "
+                f"train: write jnp.asarray({leaf}) to train it, or say False for it in trainable= to keep it constant"
+            )
 
 
 def read(tree: T) -> T:
@@ -195,24 +234,34 @@ def read(tree: T) -> T:
         3.0 [0. 1. 2.]
     """
     refuse_in_trace("csj.read")
-    made: T = jax.tree.map(array_of, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    made: T = structure.unflatten(_arrays_of(leaves))
     return made
 
 
-def array_of(leaf: Any) -> Any:
-    """The array of a leaf that is a variable, as :func:`read` gives it; another leaf as it is."""
-    if not isinstance(leaf, Variable | Narrow):
-        return leaf
-    variable = variable_of(leaf)
+def _arrays_of(leaves: list[Any]) -> list[Any]:
+    """The arrays of leaves that are variables, as :func:`read` gives them; other leaves as they are."""
+    found = list(leaves)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Variable | Narrow)]
+    values = [_value(variable_of(leaves[place])) for place in places]
+    if all(isinstance(value, np.ndarray) for value in values):
+        arrays = jax.device_put(values)  # one call: it takes longer than all else for many small arrays
+    else:
+        arrays = [jax.dlpack.from_dlpack(value) for value in values]
+    for place, array in zip(places, arrays, strict=True):
+        leaf = leaves[place]
+        found[place] = array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+    return found
+
+
+def _value(variable: Variable) -> Any:
     if jax.dtypes.canonicalize_dtype(variable.dtype) != variable.dtype:
         raise InvalidArgumentError(
             f"variable {variable.name} has dtype {variable.dtype}, and JAX computes with 32 bits here: set the "
             "environment variable JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) in the replica "
             "function, too"
         )
-    value = variable.current()
-    array = jax.device_put(value) if isinstance(value, np.ndarray) else jax.dlpack.from_dlpack(value)
-    return array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+    return variable.current()
 
 
 def refuse_in_trace(what: str) -> None:
@@ -222,6 +271,19 @@ def refuse_in_trace(what: str) -> None:
             f"{what} in a function that JAX traces would be called once, and its result would stay in the compiled "
             "function: call it outside of jax.jit and pass the result in"
         )
+
+
+def refuse_changed(tree: Any, before: list[Any], loss: str) -> None:
+    """Raise InvalidArgumentError where a loss, whose tree had the leaves ``before``, has put another array into an
+    object, such as the statistics of a module of nnx. A dict is the loss's own."""
+    known = {id(leaf) for leaf in before}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, jax.Array) and id(leaf) not in known and isinstance(path[-1], GetAttrKey):
+            raise InvalidArgumentError(
+                f"the loss {loss} changes {path_name(path)} of the model in place, which has no effect outside of it: "
+                "change a copy, such as that of nnx.clone, return the new value by has_aux=True, and assign it after "
+                "the step"
+            )
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -303,8 +365,8 @@ class Leaves:
 
     def arrays(self) -> tuple[list[Any], list[Any]]:
         """The arrays of the trained leaves and of the other variables, as :func:`read` gives them."""
-        trained = [array_of(self._leaves[place]) for place in self._trained]
-        return trained, [array_of(self._leaves[place]) for place in self._fixed]
+        arrays = _arrays_of([self._leaves[place] for place in (*self._trained, *self._fixed)])
+        return arrays[: len(self._trained)], arrays[len(self._trained) :]
 
     def tree(self, trained: Iterable[Any], fixed: Iterable[Any]) -> Any:
         """The tree with these in place of the variables; constants stay."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Unpack
 
-from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
+from .decaying import DecayingOptimizer, patterns
+from .optimizer import LearningRate, Shared, hyperparameter
 
 
-class LAMB(Optimizer):
+class LAMB(DecayingOptimizer):
     """``v -= lr |v| / |d| · d`` with Adam's direction ``d = m̂ / (sqrt(û) + epsilon) + weight_decay v``.
 
     This is algorithm 2 of the paper: ``m = b1 m + (1 - b1) g``, ``u = b2 u + (1 - b2) g²``, and m̂ and û are these
@@ -22,11 +24,12 @@ class LAMB(Optimizer):
         epsilon: A small number that keeps the divisor from 0.
         weight_decay: The part of the variable that is added to the direction.
         name: The optimizer's name.
+        exclude_from_weight_decay: Regular expressions, which are searched in the names of variables.
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
-            ValueError).
+        InvalidArgumentError: A hyperparameter is out of its range, a pattern is not a regular expression, or
+            ``clipnorm`` and ``global_clipnorm`` are both given (a ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
 
@@ -47,10 +50,18 @@ class LAMB(Optimizer):
         epsilon: float = 1e-7,
         weight_decay: float = 0.0,
         name: str | None = "LAMB",
+        exclude_from_weight_decay: Iterable[str] = (),
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(
-            name, learning_rate, shared, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, weight_decay=weight_decay
+            name,
+            learning_rate,
+            shared,
+            patterns(exclude_from_weight_decay),
+            beta_1=beta_1,
+            beta_2=beta_2,
+            epsilon=epsilon,
+            weight_decay=weight_decay,
         )
 
     beta_1 = hyperparameter("beta_1")

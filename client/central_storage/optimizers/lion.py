@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Unpack
 
-from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
+from .decaying import DecayingOptimizer, patterns
+from .optimizer import LearningRate, Shared, hyperparameter
 
 
-class Lion(Optimizer):
+class Lion(DecayingOptimizer):
     """``v -= lr (weight_decay v + sign(b1 m + (1 - b1) g)); m = b2 m + (1 - b2) g``. Every element moves by the rate.
 
     This is algorithm 2 of the paper. Slot: m. A sparse gradient moves all rows, unless ``lazy``. A rate is usually a
@@ -19,11 +21,12 @@ class Lion(Optimizer):
         beta_2: The decay of the mean gradient, in [0, 1).
         weight_decay: The part of the variable that is taken away, times the learning rate.
         name: The optimizer's name.
+        exclude_from_weight_decay: Regular expressions, which are searched in the names of variables.
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
-            ValueError).
+        InvalidArgumentError: A hyperparameter is out of its range, a pattern is not a regular expression, or
+            ``clipnorm`` and ``global_clipnorm`` are both given (a ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
 
@@ -43,9 +46,18 @@ class Lion(Optimizer):
         beta_2: float = 0.99,
         weight_decay: float = 0.0,
         name: str | None = "Lion",
+        exclude_from_weight_decay: Iterable[str] = (),
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(name, learning_rate, shared, beta_1=beta_1, beta_2=beta_2, weight_decay=weight_decay)
+        super().__init__(
+            name,
+            learning_rate,
+            shared,
+            patterns(exclude_from_weight_decay),
+            beta_1=beta_1,
+            beta_2=beta_2,
+            weight_decay=weight_decay,
+        )
 
     beta_1 = hyperparameter("beta_1")
     beta_2 = hyperparameter("beta_2")

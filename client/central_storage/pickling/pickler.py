@@ -37,7 +37,9 @@ from . import reconstruct, unpicklable
 from .code_analysis import Reads, is_importable, is_users, reads_of, submodules
 
 __all__ = [
+    "CLASS_PARTS",
     "Adopt",
+    "ClassParts",
     "Resolve",
     "digest",
     "dump_arguments",
@@ -57,6 +59,12 @@ _PLAIN = b"!"
 Adopt = Callable[[Handle | Composite], tuple[str, int]]
 #: Returns the object of this process for (kind, number).
 Resolve = Callable[[str, int], object]
+#: What a library knows of a class that travels by value: the names that the body of the class needs when its metaclass
+#: or its bases look at it, and calls that follow when the class has its attributes, each a function of the class and
+#: more arguments.
+ClassParts = Callable[[type], tuple[dict[str, Any], list[tuple[Any, ...]]]]
+#: The packages for frameworks add to it.
+CLASS_PARTS: list[ClassParts] = []
 
 
 def dump_function(fn: Callable[..., Any], adopt: Adopt) -> bytes:
@@ -335,10 +343,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         make, arguments, state, _, _, fill = reduced
         arguments = (*arguments[:-2], reconstruct.remember_class(cls, arguments[-2]), arguments[-1])
+        known = [find(cls) for find in CLASS_PARTS]
         return (
             reconstruct.new_class,
-            (make, arguments),
-            (state, fill, cls.__qualname__),
+            (make, arguments, [body for body, _ in known if body]),
+            (state, fill, cls.__qualname__, [call for _, calls in known for call in calls]),
             None,
             None,
             reconstruct.fill_class,

@@ -142,8 +142,9 @@ def remember_class(cls: type, tracker: str) -> str:
     return number
 
 
-def new_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    """The class that cloudpickle's ``make`` would build, built at most once in this process."""
+def new_class(make: Callable[..., type], arguments: tuple[Any, ...], bodies: list[dict[str, Any]]) -> type:
+    """The class that cloudpickle's ``make`` would build, built at most once in this process. While it is made it has
+    the names in ``bodies``, too."""
     known, number = _here.classes, arguments[-2]
     with known.lock:
         cls = known.by_tracker.get(number)
@@ -151,19 +152,26 @@ def new_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
             own = (
                 f"{number}{_AT}{known.place}" if known.place else number
             )  # cloudpickle numbers the classes of a process
+            for body in bodies:
+                arguments[3].update(body)  # of a skeleton: its attributes
             cls = known.by_tracker[number] = make(*arguments[:-2], own, arguments[-1])
+            for body in bodies:
+                for name in body.keys() & vars(cls).keys():
+                    delattr(cls, name)
             known.received.add(cls)
         return cls
 
 
-def fill_class(cls: type, state: tuple[Any, Callable[[type, Any], object], str]) -> None:
+def fill_class(cls: type, state: tuple[Any, Callable[[type, Any], object], str, list[tuple[Any, ...]]]) -> None:
     """Give a class the attributes that it was sent with; its methods see the latest captured values."""
-    attributes, fill, qualname = state
+    attributes, fill, qualname, calls = state
     known = _here.classes
     if cls in known.received:
         cls.__qualname__ = qualname
         known.by_origin[f"{cls.__module__}:{qualname}"] = cls
         fill(cls, attributes)
+        for function, *more in calls:
+            function(cls, *more)
 
 
 def class_named(origin: str) -> type | None:

@@ -25,8 +25,9 @@ Weigh = Callable[[Any], Any]
 
 
 #: The key of a batch that is prepared: a dict of one entry, since plain containers are pickled fastest. Its value is a
-#: tuple: the data, of which every array has as many rows as all replicas take together; the number of rows, once for
-#: each replica; and what each row counts, float64 with the sum 1, or None if all count the same.
+#: tuple: the data, of which every array has as many rows as all replicas take together; a row for each replica, int64,
+#: of the number of rows and of flags which arrays are the bits of bfloat16, a dtype that NumPy does not have; and
+#: what each row counts, float64 with the sum 1, or None if all count the same.
 _KEY = "central_storage.torch.batch"
 
 Batch: TypeAlias = dict[str, tuple[Any, Any, Any]]
@@ -41,7 +42,7 @@ def batches(strategy: CentralStorageStrategy, loader: Iterable[Any], weight: Wei
     Args:
         strategy: The strategy whose replicas take the batches.
         loader: A ``DataLoader``, or anything iterable that yields global batches: a tensor, or a tuple, list or dict of
-            tensors, whose axis 0 are the rows. Arrays are taken as tensors.
+            tensors, whose axis 0 are the rows. Arrays are taken as tensors. Tensors of bfloat16 stay so.
         weight: A function of a batch, as the loader yields it, that returns what each row counts, such as its number of
             tokens: numbers of at least 0, one for each row. None: all rows count the same. The function returns the
             mean over its share, weighted in the same way.
@@ -117,8 +118,14 @@ def distributed(batch: Any, replicas: int) -> tuple[Any, Any, Any]:
 def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
     """A global batch with its weights. Where replicas would get no rows, rows of replica 0 come again behind the last
     row: :func:`share_of` knows them."""
-    data = arrays_in(tuple(batch) if type(batch) is list else batch)
+    bits: list[Any] = []
+    try:
+        data = arrays_in(_as_bits(tuple(batch) if type(batch) is list else batch, bits))
+    except InvalidArgumentError as error:
+        error.add_note("Convert it in the loader, as by x.float(), x.to_dense() or x.detach().")
+        raise
     leaves = [leaf for leaf in optree.tree_leaves(data, none_is_leaf=True) if leaf is not None]
+    are_bits = [any(leaf is each for each in bits) for leaf in leaves]
     lengths = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     if None in lengths:
         raise UnbatchedDatasetError(
@@ -141,7 +148,29 @@ def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
         order = np.concatenate([np.arange(rows), np.arange(rows, replicas * size) % size])
         data = optree.tree_map(lambda leaf: None if leaf is None else leaf[order], data, none_is_leaf=True)
         weights = None if weights is None else np.where(np.arange(replicas * size) < rows, weights[order], 0.0)
-    return {_KEY: (data, np.full(replicas, rows), weights)}
+    return {_KEY: (data, np.tile(np.array([rows, *are_bits], np.int64), (replicas, 1)), weights)}
+
+
+def _as_bits(batch: Any, found: list[Any]) -> Any:
+    """The batch with an array of int16 in place of each tensor of bfloat16; these are added to ``found``."""
+
+    def bits(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bfloat16 and leaf.device.type == "cpu"):
+            return leaf
+        found.append(leaf.detach().view(torch.int16).numpy())
+        return found[-1]
+
+    return optree.tree_map(bits, batch, none_is_leaf=True)
+
+
+def _from_bits(data: Any, are_bits: np.ndarray) -> Any:
+    """In a replica: the data with tensors of bfloat16 again."""
+    flags = iter(are_bits)
+    return optree.tree_map(
+        lambda leaf: torch.from_dlpack(leaf).view(torch.bfloat16) if leaf is not None and next(flags) else leaf,
+        data,
+        none_is_leaf=True,
+    )
 
 
 def _alike(batch: Any) -> np.ndarray:
@@ -162,8 +191,10 @@ def _weights(given: Any, rows: int) -> np.ndarray:
 def share_of(batch: Batch | tuple[Any, Any, Any], replica: int, replicas: int) -> tuple[Any, Share, np.ndarray | None]:
     """In a replica: the data of its share, without rows that are not its own unless it has none, and the share; also
     what each row counts."""
-    data, rows, weights = batch[_KEY] if isinstance(batch, dict) else batch
-    count = int(rows[0])
+    data, about, weights = batch[_KEY] if isinstance(batch, dict) else batch
+    count, are_bits = int(about[0, 0]), about[0, 1:]
+    if are_bits.any():
+        data = _from_bits(data, are_bits)
     size = -(-count // replicas)
     own = max(0, min(count - replica * size, size))
     if own and own < _length(data):

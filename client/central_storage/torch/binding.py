@@ -23,8 +23,10 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .buffers import central_buffers
 from .centralize import remove_hooks
-from .parameters import CentralParameter, empty_like
+from .parameters import CentralParameter, change_of, empty_like, name_of
 from .share import Share, here
+from .tables import show_rows_only
+from .watched import Watched
 from .writes import raise_written
 
 __all__ = ["Binding", "apply", "current"]
@@ -33,6 +35,8 @@ __all__ = ["Binding", "apply", "current"]
 _LARGE = 1 << 14
 #: What ``torch.nn.utils.clip_grad_norm_`` adds to the norm.
 _CLIP_EPSILON = 1e-6
+#: What torch's default dtype may be.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Binding:
@@ -43,6 +47,7 @@ class Binding:
         self.optimizers = tuple(optimizers)
         self._find()
         self._check()
+        self._watched = Watched(self.modules)
         self._sent = self._flags()  # what replicas have if they are told nothing
 
     def _find(self) -> None:
@@ -76,17 +81,19 @@ class Binding:
             if p.variable.strategy is not self.strategy:
                 raise InvalidArgumentError(f"parameter {name} belongs to another strategy than the first parameter")
         known = set(map(id, self.parameters))
+        if len(set(map(id, self.optimizers))) < len(self.optimizers):
+            raise InvalidArgumentError("an optimizer was given twice; give each once")
         for optimizer in self.optimizers:
             if not hasattr(optimizer, "groups_for_update"):
                 raise TypeError(
                     f"{type(optimizer).__module__}.{type(optimizer).__name__} computes in this process; use the "
-                    "optimizer of the same name in cst.optim"
+                    "optimizer of the same name in cst.optim, or another one that it has"
                 )
             for _, group in optimizer.groups_for_update():
                 for p in group:
                     if id(p) not in known:
                         raise InvalidArgumentError(
-                            f"{type(optimizer).__name__} has {_name_of(p)}, which is not a parameter of the module; "
+                            f"{type(optimizer).__name__} has {name_of(p)}, which is not a parameter of the module; "
                             "give the function the module that has it, or several as torch.nn.ModuleList([...])"
                         )
 
@@ -96,48 +103,48 @@ class Binding:
         return None if flags == self._sent else flags
 
     def present(self) -> bytes:
-        """The flags of modules and parameters. Raises InvalidArgumentError for what has been done to a parameter in the
-        script."""
+        """The flags of modules and parameters. Raises InvalidArgumentError for what has been done to a parameter, a
+        buffer or the parts of the module in the script."""
+        self._watched.check()
         for p in self.parameters:
             if (p._version, p.data_ptr()) != p.emptied:  # noqa: SLF001  (the one way to notice a write)
-                raise InvalidArgumentError(_change_of(p))
+                raise InvalidArgumentError(change_of(p))
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ContextError(
+                "autocast is enabled in the script, where nothing is computed; enable it in the function"
+            )
         return self._flags()
 
+    @property
+    def version(self) -> int:
+        """A number that changes with the attributes of modules that replicas keep a copy of."""
+        return self._watched.version()
+
     def _flags(self) -> bytes:
-        """Whether each module is in training mode, and whether each parameter needs a gradient."""
-        return bytes([m.training for m in self.modules]) + bytes([p.requires_grad for p in self.parameters])
+        """torch's default dtype, whether each module is in training mode, and whether each parameter needs a
+        gradient."""
+        first = bytes([_DTYPES.index(torch.get_default_dtype())])
+        return first + bytes([m.training for m in self.modules]) + bytes([p.requires_grad for p in self.parameters])
 
     # --- in a replica -----------------------------------------------------------------------------------------
 
-    def begin(self, share: Share, flags: Sequence[int] | None, *, is_training: bool) -> _InReplica:
-        """Prepare the module for a run. ``is_training``: not in eval mode, and its buffers change."""
+    def begin(
+        self, share: Share, flags: Sequence[int] | None, *, is_training: bool, steps_itself: bool = False
+    ) -> _InReplica:
+        """Prepare the module for a run. ``is_training``: not in eval mode, and its buffers change.
+        ``steps_itself``: the decorator adds the backward pass and the steps."""
         flags = self._sent if flags is None else bytes(flags)
+        if torch.get_default_dtype() is not _DTYPES[flags[0]]:
+            torch.set_default_dtype(_DTYPES[flags[0]])
+        flags = flags[1:]
         for m, mode in zip(self.modules, flags, strict=False):
             if m.training != (mode and is_training):
                 m.training = bool(mode and is_training)
         for p, needs in zip(self.parameters, flags[len(self.modules) :], strict=True):
             if p.requires_grad != needs:
                 p.requires_grad_(bool(needs))
-        self._replica.begin(share, is_training)
+        self._replica.begin(share, is_training, steps_itself)
         return self._replica
-
-
-def _name_of(p: Any) -> str:
-    return f"parameter {p.variable.name}" if isinstance(p, CentralParameter) else f"a parameter {list(p.shape)}"
-
-
-def _change_of(p: CentralParameter) -> str:
-    shape, dtype = p.variable.shape, p.variable.dtype
-    if tuple(p.shape) != shape:
-        return (
-            f"parameter {p.variable.name} has the shape {list(p.shape)} now, and had {list(shape)} when it was "
-            "centralized; centralize the module in its last form"
-        )
-    return (
-        f"parameter {p.variable.name} was written or converted in the script (it is {p.dtype} now), but its value is "
-        f"in the server, as {dtype}; convert a module before cst.centralize, and change values by load_state_dict or "
-        "parameter.variable.assign"
-    )
 
 
 class _InReplica:
@@ -150,41 +157,48 @@ class _InReplica:
         remove_hooks(self.module)
         self._buffers = central_buffers(binding.modules)
         self._epoch: object = None
-        self._cast: list[tuple[Any, Any]] = []
+        #: The parameters whose whole values are here.
+        self._whole: list[Any] = []
+        #: The parameters of 16 bits, their copies of this run, and the values in the server.
+        self._cast: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._hooked: set[int] = set()
         self._places: dict[int, tuple[Any, Any]] | None = None
         self._waiting: list[_Taken] = []
+        #: By identity, the parameters whose gradients were taken since the last call of a module. Where the function
+        #: steps itself, they have no values until :meth:`renew`.
+        self._stepped: dict[int, Any] = {}
         self._clips: list[tuple[set[int], float]] = []
         self._is_stale = False
         self.share: Share
         self.is_training = True
-        #: Calls the user's function once more, without updates.
+        #: Calls the user's function once more.
         self.repeat: Callable[[], object]
 
     # --- the run ----------------------------------------------------------------------------------------------
 
-    def begin(self, share: Share, is_training: bool) -> None:
-        """Let parameters and buffers have the present values, and no gradients."""
-        self.share, self.is_training = share, is_training
+    def begin(self, share: Share, is_training: bool, steps_itself: bool) -> None:
+        """Let parameters and buffers have the present values. :meth:`leave` has taken the gradients away."""
+        self.share, self.is_training, self.steps_itself = share, is_training, steps_itself
         self._places = None
         self._waiting.clear()
         self._clips.clear()
+        self._stepped.clear()
         self._has_stepped = False
         here.share, _running.binding = share, self
         self._bind()
         for each in self._buffers:
             each.begin(share.replica)
         for p in self.parameters:
-            p.grad = None
             if p.requires_grad and id(p) not in self._hooked:
                 self._hooked.add(id(p))
-                if p.numel() > _LARGE:
+                if p.numel() > _LARGE and not p.variable.sparse:
                     p.register_post_accumulate_grad_hook(self._collect)
 
     def end(self) -> None:
         """End a run that has succeeded: the last updates, and the buffers."""
-        self.flush()
         self.check()
+        self._check_behind()
+        self.flush()
         for each in self._buffers:
             if self.is_training:
                 each.end(self.share)
@@ -199,6 +213,35 @@ class _InReplica:
                 "gradients with optimizer.zero_grad()"
             )
 
+    def hide_gradients(self) -> list[Any]:
+        """Take the gradients away until :meth:`show_gradients` gets them."""
+        gradients = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        return gradients
+
+    def show_gradients(self, gradients: list[Any]) -> None:
+        """Let the parameters have these gradients; without any, they stay as they are."""
+        for p, gradient in zip(self.parameters, gradients, strict=False):
+            p.grad = gradient
+
+    def refuse_computed(self) -> None:
+        """Raise ContextError if the function of ``cst.step`` has computed gradients itself: they would count twice."""
+        if any(p.grad is not None for p in self.parameters):
+            raise ContextError(
+                "the function has called backward(), which cst.step does: only return the loss, or decorate the whole "
+                "body of a loop, with zero_grad, backward and step, by cst.function"
+            )
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise ContextError for torch's error about a write to a parameter that has no value after a step."""
+        if self._is_stale and "refers to a single memory location" in str(error):
+            raise ContextError(
+                "the function has written to a parameter after optimizer.step(); in a replica a parameter has no value "
+                "then until a module is called, and only optimizers change it. Change it in the script, between calls: "
+                "parameter.variable.assign(value)"
+            ) from error
+
     def leave(self) -> None:
         """Leave the run, however it has ended."""
         here.share = _running.binding = None
@@ -211,35 +254,70 @@ class _InReplica:
             self._epoch = None
             _running.refresh.remove()
 
+    def repeat_alone(self) -> None:
+        """After an error of this run: call the user's function once more, where nobody looks for writes. What waits for
+        an update is dropped, and parameters without values get none, because to read them would commit updates."""
+        self._waiting, self._clips = [], []
+        _running.refresh.remove()
+        _running.binding = None
+        try:
+            self.repeat()
+        finally:
+            _running.binding = self
+
+    def _check_behind(self) -> None:
+        """Raise VariableWrittenError if the function has written without torch's knowledge, as through ``.data``, to a
+        copy of a parameter, or to one that has no value. The worker looks at the server's memory only."""
+        bits = torch.int16
+        written = [
+            p for p, copy, value in self._cast if not torch.equal(copy.view(bits), value.to(copy.dtype).view(bits))
+        ]
+        for p in self._stepped.values() if self._is_stale else ():
+            value = p.detach().as_strided((), ()).item() if p.numel() else math.nan
+            if value == value:  # not NaN
+                written.append(p)
+        if written:
+            self._epoch = None
+            raise_written(self, written)
+
     def _bind(self) -> None:
         if self._epoch is not None:
-            self.parameters[0].variable.current()
+            self._whole[0].variable.current()
         if self._epoch is None or reading.epoch is not self._epoch:
             self._cast = []
             if any(p.is_protected for p in self.parameters):
                 backend = current_replica(self.parameters[0].variable.strategy)
                 assert backend is not None
                 backend.protect([p.variable.number for p in self.parameters if p.is_protected])
+            is_on_cpu = get_array_module() is np
+            self._whole = [p for p in self.parameters if is_on_cpu or not p.variable.sparse]
             for p in self.parameters:
+                if p.variable.sparse and not is_on_cpu:
+                    show_rows_only(p)
+                    continue
                 value = torch.from_dlpack(p.variable)
                 if value.dtype is p.dtype:
                     p.data = value
                 else:
                     p.data = torch.empty(value.shape, dtype=p.dtype, device=value.device)
-                    self._cast.append((p.data, value))
-            self.parameters[0].variable.current()  # so that the epoch is that of all of them
-            self._epoch = reading.epoch
-            self._versions = [p._version for p in self.parameters]  # noqa: SLF001
-        for narrow, value in self._cast:
+                    self._cast.append((p, p.data, value))
+            if self._whole:
+                self._whole[0].variable.current()  # so that the epoch is that of all of them
+                self._epoch = reading.epoch
+            self._note_state()
+        for _, narrow, value in self._cast:
             narrow.copy_(value)
 
     def check(self) -> None:
-        """Raise VariableWrittenError if the function has written to a parameter."""
-        versions = [p._version for p in self.parameters]  # noqa: SLF001
-        if versions != self._versions:
-            written = [p for p, now, was in zip(self.parameters, versions, self._versions, strict=True) if now != was]
+        """Raise VariableWrittenError if the function has written to a parameter, or has given it other memory."""
+        state = _state_of(self.parameters)
+        if state != self._state:
+            written = [p for p, now, was in zip(self.parameters, state, self._state, strict=True) if now != was]
             self._epoch = None  # they are bound anew
             raise_written(self, written)
+
+    def _note_state(self) -> None:
+        self._state = _state_of(self.parameters)
 
     # --- gradients --------------------------------------------------------------------------------------------
 
@@ -272,6 +350,8 @@ class _InReplica:
     def take(self, optimizer: Any) -> list[Any]:
         """Take the gradients of the parameters of an optimizer, for an update; the parameters that have one."""
         self.check()
+        if self._stepped:
+            self._refuse_stale(optimizer)
         if any(taken.optimizer is optimizer for taken in self._waiting):
             self.flush()
         if optimizer.find_unused_parameters:
@@ -280,14 +360,34 @@ class _InReplica:
         moves: tuple[list[Any], list[Any]] = ([], [])
         for central, parameters in optimizer.groups_for_update():
             used = [p for p in parameters if p.grad is not None]
+            if not self.share.weight:
+                _clear(used)
             taken.groups.append((central, [(self._gradient(p, moves), p.variable) for p in used]))
             taken.used.extend(used)
+        self._stepped.update((id(p), p) for p in taken.used)
         if moves[0]:
             with torch.no_grad():
                 torch._foreach_copy_(*moves)
         self._waiting.append(taken)
         self._has_stepped = True
         return taken.used
+
+    def _refuse_stale(self, optimizer: Any) -> None:
+        """Raise ContextError for gradients that an earlier step has taken, or that were computed without values."""
+        name = f"{type(optimizer).__name__}.step()"
+        parameters = [p for _, group in optimizer.groups_for_update() for p in group]
+        without_values = [p for p in parameters if id(p) in self._stepped]
+        for p in without_values:
+            if p.grad is not None and _values_of(p.grad).isnan().any():
+                raise ContextError(
+                    f"{name} got a gradient that is NaN, because {name_of(p)} has no value since an earlier step; a "
+                    "call of a module, such as the one that has the parameter, brings the new values"
+                )
+        if without_values and all(p.grad is None for p in parameters):
+            raise ContextError(
+                f"{name} finds no gradients, because an earlier step has taken them: they belong to one step. Call "
+                "backward() before each step"
+            )
 
     def _gradient(self, p: Any, moves: tuple[list[Any], list[Any]]) -> Any:
         """The gradient in the form that the server takes. The parameter has none afterwards. ``moves`` has what is
@@ -296,6 +396,11 @@ class _InReplica:
         if gradient.layout is torch.sparse_coo:
             values, indices = gradient._values(), gradient._indices()[0]  # noqa: SLF001  (those of coalesce() are sorted)
             return IndexedSlices(_array(values), _array(indices), p.variable.shape)
+        if p.variable.sparse:
+            raise InvalidArgumentError(
+                f"{name_of(p)} is the table of an Embedding(sparse=True), but has a dense gradient, as of a tie or a "
+                "penalty; make the layer with sparse=False"
+            )
         found = self._all_places().get(id(p))
         if found is None:
             return _array(gradient)
@@ -352,7 +457,7 @@ class _InReplica:
                     "out either that or clip_grad_norm_"
                 )
             if partly or missing:
-                what = type(partly[0].optimizer).__name__ if partly else _name_of(missing[0])
+                what = type(partly[0].optimizer).__name__ if partly else name_of(missing[0])
                 raise InvalidArgumentError(
                     f"clip_grad_norm_ bounds the norm of what is updated together, but {what} is not updated together "
                     "with the rest of the clipped parameters; clip whole optimizers, and let all of them step before "
@@ -373,19 +478,27 @@ class _InReplica:
             p.data = empty_like(p.shape, p.dtype)
             with torch.no_grad():
                 p.fill_(math.nan)
-        self._versions = [p._version for p in self.parameters]  # noqa: SLF001
+        self._note_state()
         if not self._is_stale:
             self._is_stale = True
             _running.refresh.register(self)
 
     def renew(self) -> None:
         """Let the parameters have the values after the updates so far."""
+        self.check()
+        self._check_behind()
         self._is_stale, self._epoch = False, None
+        self._stepped.clear()
         for p in self.parameters:  # nothing may hold the old values, or they would be copied
             p.data = empty_like(p.shape, p.dtype)
         self._cast = []
         self.flush()
         self._bind()
+
+
+def _state_of(parameters: Iterable[Any]) -> list[tuple[int, int]]:
+    """By what a write to a tensor and a change of its memory are noticed."""
+    return [(p._version, p.data_ptr()) for p in parameters]  # noqa: SLF001
 
 
 class _Taken(NamedTuple):
@@ -446,6 +559,11 @@ def apply(optimizers: Sequence[Any], weight: float | None = None) -> None:
     found = current("optimizer.step()")
     if found is None:
         return
+    if found.steps_itself:
+        raise ContextError(
+            "the function has called optimizer.step(), which cst.step does: only return the loss, or decorate the "
+            "whole body of a loop, with zero_grad, backward and step, by cst.function"
+        )
     for optimizer in optimizers:
         found.let_go(found.take(optimizer))
 
@@ -457,6 +575,17 @@ def _array(tensor: torch.Tensor) -> Any:
     if tensor.device.type == "cpu":
         return tensor.numpy()
     return get_array_module().from_dlpack(tensor.contiguous())
+
+
+def _clear(parameters: Iterable[Any]) -> None:
+    """Let gradients that count nothing be zeros: they may be NaN, as those of a mean over no rows."""
+    for p in parameters:
+        _values_of(p.grad).zero_()
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    found = gradient.detach()
+    return found._values() if found.is_sparse else found  # noqa: SLF001
 
 
 def _zeros(p: Any) -> torch.Tensor:

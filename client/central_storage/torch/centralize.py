@@ -130,6 +130,9 @@ def pull(module: M) -> M:
             memo[id(found)] = None
     with _own_classes(module):
         made = copy.deepcopy(module, memo)
+    for owner in module.modules():
+        if (found := buffers_of(owner)) is not None:
+            found.empty(owner)
     remove_hooks(made)
     forget_buffers(made)
     for each in made.modules():
@@ -179,6 +182,16 @@ def _check_all(module: torch.nn.Module, owner: CentralStorageStrategy) -> None:
     _check_overlap(parameters)
     for name, buffer in module.named_buffers():
         _check_memory(f"buffer {name}", buffer)
+    for path, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise InvalidArgumentError(
+                f"{path or 'the module'} is a ScriptModule; centralize the module it was made of"
+            )
+        if getattr(each, "scale_grad_by_freq", False) and owner.num_replicas_in_sync > 1:
+            raise InvalidArgumentError(
+                f"{path or 'the module'} has scale_grad_by_freq, but each replica counts the rows of its own share; "
+                "centralize it without"
+            )
 
 
 def _check_memory(what: str, tensor: torch.Tensor) -> None:
@@ -392,6 +405,9 @@ def _before_load(
 ) -> None:
     if not prefix:  # of the module whose method was called: nothing has been written yet
         _check_shapes(module, state)
+        for each in module.modules():  # BatchNorm reads one of its buffers before this is called for it
+            if (found := buffers_of(each)) is not None:
+                found.load(each)
     metadata.pop("assign_to_params_buffers", None)  # the values go to the server, whatever object brings them
     _fill(module)
 
@@ -428,6 +444,8 @@ def _fill(module: torch.nn.Module) -> None:
 
 
 def _empty(module: torch.nn.Module) -> None:
-    """Take the values of the parameters away again."""
+    """Take the values away again."""
     for _, p in own_parameters(module):
         make_empty(p)
+    if (found := buffers_of(module)) is not None:
+        found.empty(module)

@@ -8,19 +8,33 @@ server's memory. Everything in ``central_storage.torch`` uses this module, and i
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from central_storage.core.context import get_replica_context, has_strategy
 from central_storage.variables.variable import Variable
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import ContextError, InvalidArgumentError
 
-__all__ = ["CentralParameter", "empty_like", "make_empty", "stored_dtype", "value_of", "write_to"]
+__all__ = [
+    "HOOKS",
+    "CentralParameter",
+    "change_of",
+    "empty_like",
+    "make_empty",
+    "name_of",
+    "stored_dtype",
+    "value_of",
+    "write_to",
+]
 
 #: The dtype in the server of those that NumPy does not have; a wider one, which holds every value.
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+_grad: Any = torch.Tensor.grad
 
 
 class CentralParameter(torch.nn.Parameter):
@@ -43,8 +57,25 @@ class CentralParameter(torch.nn.Parameter):
     #: Whether a replica has it in memory that cannot be written.
     is_protected: bool
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, in a replica. Raises ContextError in torch's functions that bound gradients, because they would
+        see the gradient of one share alone."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":  # noqa: SLF001
+            _refuse_torchs_bound()
+        found: torch.Tensor | None = _grad.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad.__delete__(self)
+
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., CentralParameter], tuple[Any, ...]]:
-        hooks = [list((getattr(self, name) or {}).values()) for name in _HOOKS]
+        hooks = [list((getattr(self, name) or {}).values()) for name in HOOKS]
         return _received, (self.variable, self.is_protected, self.requires_grad, self.dtype, *hooks)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -54,9 +85,20 @@ class CentralParameter(torch.nn.Parameter):
         )
 
 
+def _refuse_torchs_bound() -> None:
+    """Raise ContextError, except in the only replica of a strategy, whose share is the whole batch."""
+    context = get_replica_context() if has_strategy() else None
+    if context is None or context.num_replicas_in_sync > 1:
+        raise ContextError(
+            "torch bounds the gradients of one process, and these are of one share, or in no process yet: use "
+            "cst.clip_grad_norm_ in a function that cst.function has decorated, or the arguments max_norm and "
+            "max_value of the optimizer"
+        )
+
+
 #: The attributes of a tensor that hold its hooks, as ``register_hook`` and ``register_post_accumulate_grad_hook`` set
 #: them.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _received(
@@ -107,3 +149,23 @@ def write_to(variable: Variable, value: torch.Tensor) -> None:
     """Give the variable the value of a tensor of its shape, in the script."""
     host = value.detach().to("cpu", getattr(torch, np.dtype(variable.dtype).name))
     variable.assign(host.numpy())
+
+
+def name_of(p: Any) -> str:
+    """What an error calls a parameter."""
+    return f"parameter {p.variable.name}" if isinstance(p, CentralParameter) else f"a parameter {list(p.shape)}"
+
+
+def change_of(p: CentralParameter) -> str:
+    """What an error says of a parameter that was changed in the script."""
+    shape, dtype = p.variable.shape, p.variable.dtype
+    if tuple(p.shape) != shape:
+        return (
+            f"parameter {p.variable.name} has the shape {list(p.shape)} now, and had {list(shape)} when it was "
+            "centralized; centralize the module in its last form"
+        )
+    return (
+        f"parameter {p.variable.name} was written or converted in the script (it is {p.dtype} now), but its value is "
+        f"in the server, as {dtype}; convert a module before cst.centralize, and change values by load_state_dict or "
+        "parameter.variable.assign"
+    )

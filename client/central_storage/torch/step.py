@@ -8,8 +8,8 @@ results of the shares become the result of the batch.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +20,12 @@ import torch
 
 from central_storage.core.context import get_replica_context, has_strategy, in_cross_replica_context, streams_here
 from central_storage.core.options import RunOptions
+from central_storage.data.arguments import can_take
 from central_storage.pickling.function import Function
 from central_storage.strategy.run_steps import LOOKAHEAD
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
+from cs_runtime.trace import moments
 
 from .batches import distributed, parts, share_of
 from .binding import Binding, current
@@ -31,6 +33,7 @@ from .binding import Binding, current
 __all__ = ["Decorated", "Step", "clip_grad_norm_", "evaluate", "function", "step"]
 
 _KEEP = RunOptions(keep_per_replica=True)
+_moment = moments("worker", time.perf_counter_ns)
 
 
 def step(
@@ -80,6 +83,14 @@ def step(
     binding = _binding(module, optimizers)
     if not optimizers:
         raise InvalidArgumentError("step needs at least one optimizer; cst.evaluate computes without one")
+    owners: dict[int, Any] = {}
+    for optimizer in optimizers:
+        for p in (p for _, group in optimizer.groups_for_update() for p in group):
+            if owners.setdefault(id(p), optimizer) is not optimizer:
+                raise InvalidArgumentError(
+                    f"parameter {p.variable.name} is in two optimizers, but each step updates it once; make one "
+                    "of them, or let each have a function of its own"
+                )
     return lambda fn: Step(fn, binding, functools.partial(_train, accumulate=accumulate, allow_nan=bool(allow_nan)))
 
 
@@ -230,14 +241,14 @@ class Decorated:
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [optimizer.version for optimizer in self._binding.optimizers]
+        return [self._binding.version, *(optimizer.version for optimizer in self._binding.optimizers)]
 
     def _begin(self) -> Any:
         """The strategy, when replicas will have the optimizers as they are."""
         if has_strategy() and not in_cross_replica_context():
             raise ContextError(f"{self._fn.__name__} trains on global batches: call it in the script, not in a replica")
         if self._versions != self._present_versions():
-            self._freeze()  # replicas have copies of the optimizers' groups
+            self._freeze()  # replicas have copies of the optimizers' groups and of the modules' attributes
         return self._binding.strategy
 
     def _run(self, strategy: Any, args: tuple[Any, ...]) -> Any:
@@ -320,6 +331,11 @@ class Step(Decorated):
                 rates.taken()
                 yield combined(strategy.experimental_local_results(results))
                 flags[:] = np.frombuffer(self._binding.present(), np.uint8)  # for the steps that are sent next
+                if self._versions != self._present_versions():
+                    raise ContextError(
+                        "an attribute or hook of a module, or an argument of an optimizer, has changed within the loop "
+                        "of ahead, and replicas have the former one; change it between loops, or in a plain loop"
+                    )
         except MergeMismatchError as error:
             self._explain(error)
             raise
@@ -359,21 +375,28 @@ def _train(
 ) -> tuple[float, bool, float]:
     context: Any = get_replica_context()
     data, share, weights = share_of(element, context.backend.replica, context.num_replicas_in_sync)
-    run = binding.begin(share, flags, is_training=True)
+    run = binding.begin(share, flags, is_training=True, steps_itself=True)
+    _moment("bound")
     try:
         total = 0.0
-        for part, weight in parts(data, share, weights, accumulate):
+        for position, (part, weight) in enumerate(parts(data, share, weights, accumulate)):
             run.repeat = functools.partial(_repeat, fn, part, kwargs)
+            earlier = run.hide_gradients() if position else []  # the function may call zero_grad
             loss = call(fn, part, kwargs)
-            value = _checked_loss(loss, fn, share.replica, allow_nan=allow_nan or share.is_empty)
+            run.refuse_computed()
+            run.show_gradients(earlier)
+            value = _checked_loss(loss, fn, share.replica, allow_nan=allow_nan or not share.weight * weight)
+            _moment("forward")
             if accumulate == 1:
                 loss.backward()
-            else:
+            elif weight:
                 loss.backward(torch.full_like(loss, weight))
-            total += weight * value
+            _moment("backward")
+            total += weight * value if weight else 0.0
         for optimizer in binding.optimizers:
             run.take(optimizer)
         run.end()
+        _moment("applied")
     finally:
         run.leave()
     return share.weight, share.is_empty, total
@@ -399,16 +422,21 @@ def _call_bound(
         result = optree.tree_map(_sendable, call(fn, data, kwargs), none_is_leaf=True)
         run.refuse_left()
         run.end()
+    except RuntimeError as error:
+        run.explain(error)
+        raise
     finally:
         run.leave()
     return share.weight, share.is_empty, result
 
 
 def call(fn: Callable[..., Any], data: Any, kwargs: dict[str, Any]) -> Any:
-    """Call the user's function with tensors of its own, which it may change."""
+    """Call the user's function with tensors of its own, which it may change. What it does to torch's grad mode ends
+    with the call."""
     tensors = optree.tree_map(_tensor, data, none_is_leaf=True)
     args, named = _arguments(fn, tensors, kwargs)
-    return fn(*args, **named)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        return fn(*args, **named)
 
 
 def _repeat(fn: Callable[..., Any], data: Any, kwargs: dict[str, Any]) -> None:
@@ -424,6 +452,8 @@ def _tensor(leaf: Any) -> Any:
         if leaf.dtype.kind not in "biufc":
             return leaf
         return torch.tensor(np.asarray(leaf)) if leaf.nbytes <= INLINE_NBYTES else torch.from_dlpack(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone() if leaf.nbytes <= INLINE_NBYTES else leaf
     return torch.from_dlpack(leaf) if hasattr(leaf, "__dlpack__") else leaf
 
 
@@ -445,20 +475,8 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
     """Whether the function can be called with so many positional arguments."""
     known = _known.setdefault(fn, {})
     if count not in known:
-        known[count] = _can_take(fn, count)
+        known[count] = can_take(fn, count)
     return known[count]
-
-
-def _can_take(fn: Callable[..., Any], count: int) -> bool:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return True
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each for each in positional if each.default is each.empty]
-    return count <= len(positional) and (count >= len(required) or count != 1)
 
 
 def _checked_loss(loss: Any, fn: Callable[..., Any], replica: int, *, allow_nan: bool) -> float:
@@ -466,6 +484,8 @@ def _checked_loss(loss: Any, fn: Callable[..., Any], replica: int, *, allow_nan:
     name = getattr(fn, "__name__", "the function")
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}")
+    if loss.is_complex():
+        raise TypeError(f"{name} must return a real loss, not one of {loss.dtype}; use its absolute value or real part")
     if loss.numel() != 1:
         raise InvalidArgumentError(
             f"{name} must return one loss, the mean over its rows, not {list(loss.shape)} values"
@@ -505,7 +525,7 @@ def combined(shares: tuple[tuple[float, bool, Any], ...]) -> Any:
     own = [(weight, result) for weight, is_empty, result in shares if not is_empty]
     weights, results = [weight for weight, _ in own], [result for _, result in own]
     if type(results[0]) is float:  # a step
-        return np.float64(sum(w * each for w, each in zip(weights, results, strict=True)))
+        return np.float64(sum(w * each for w, each in zip(weights, results, strict=True) if w))
     leaves, structure = optree.tree_flatten(results[0], none_is_leaf=True)
     columns = zip(leaves, *[structure.flatten_up_to(each) for each in results[1:]], strict=True)
     return structure.unflatten(_merged(column, weights) for column in columns)
@@ -521,5 +541,5 @@ def _merged(leaves: tuple[Any, ...], weights: list[float]) -> Any:
                 f"the replicas returned different values that are no numbers: {', '.join(map(repr, leaves)):.200}"
             )
         return first
-    mean = sum(w * leaf for w, leaf in zip(weights, leaves, strict=True))
+    mean = sum(w * leaf for w, leaf in zip(weights, leaves, strict=True) if w)
     return np.float64(mean) if not isinstance(mean, complex) else mean

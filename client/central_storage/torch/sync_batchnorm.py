@@ -60,14 +60,16 @@ def synchronized(module: M) -> M:
     """The module with :class:`SyncBatchNorm` in place of torch's BatchNorm layers, which are changed in place; one that
     is such a layer itself comes back as another object."""
     kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-    made: Any = module
-    if isinstance(module, kinds):
-        made = SyncBatchNorm.__new__(SyncBatchNorm)
-        made.__dict__ = module.__dict__  # the same parameters, buffers and hooks
-        return made  # type: ignore[no-any-return]
-    for name, child in module.named_children():
-        setattr(module, name, synchronized(child))
-    return module
+    made: dict[int, Any] = {}  # one for each layer, which may have several names
+    for layer in [each for each in module.modules() if isinstance(each, kinds)]:
+        made[id(layer)] = SyncBatchNorm.__new__(SyncBatchNorm)
+        made[id(layer)].__dict__ = layer.__dict__  # the same parameters, buffers and hooks
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if name and id(layer) in made:
+            path, _, last = name.rpartition(".")
+            setattr(module.get_submodule(path), last, made[id(layer)])
+    found: M = made.get(id(module), module)
+    return found
 
 
 def _statistics(given: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -80,6 +82,10 @@ def _statistics(given: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.
         count = rows.shape[1]
         total = sum_over_replicas(torch.cat([rows.sum(1), rows.new_full((1,), count)]))
         whole = float(total[-1])
+        if whole <= 1:
+            raise ValueError(
+                f"BatchNorm in training needs more than one value for each channel, not {list(given.shape)}"
+            )
         mean = total[:-1] / whole
         squares = sum_over_replicas((rows - mean[:, None]).square().sum(1))
     return mean, squares, whole

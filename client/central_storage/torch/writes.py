@@ -37,7 +37,7 @@ def _lines_of(binding: Any, written: Sequence[Any]) -> dict[int, str]:
     finder = _Finder(written)
     try:
         with finder:
-            binding.repeat()
+            binding.repeat_alone()
     except Exception:  # noqa: BLE001  (after a write that is not carried out, the function may fail anywhere)
         pass
     finally:

@@ -359,8 +359,8 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "ftrl": ("accumulator", "linear"),
     "ftrl_power": ("accumulator", "linear"),
     "rowwise_adagrad": ("sum",),
-    "lion": ("m",),
-    "lamb": ("m", "v"),
+    **dict.fromkeys(("lion", "lion_without_decay"), ("m",)),
+    **dict.fromkeys(("lamb", "lamb_without_decay"), ("m", "v")),
     "torch_sgd": (),
     "torch_sgd_momentum": ("momentum_buffer",),
     **dict.fromkeys(("torch_adam", "torch_adamw", "torch_sparse_adam"), ("exp_avg", "exp_avg_sq")),
@@ -391,7 +391,12 @@ _MOMENTA = frozenset({"momentum", "momentum_buffer", "trace"})
 ROWWISE = frozenset({"rowwise_adagrad"})
 
 #: The rules with weight decay, and the same rules without it, for variables that are exempt.
-WITHOUT_DECAY: Mapping[str, str] = {"adamw": "adam", "adamw_amsgrad": "adam_amsgrad"}
+WITHOUT_DECAY: Mapping[str, str] = {
+    "adamw": "adam",
+    "adamw_amsgrad": "adam_amsgrad",
+    "lion": "lion_without_decay",
+    "lamb": "lamb_without_decay",
+}
 
 
 def check(kind: str, hyperparameters: Hyperparameters) -> None:

@@ -67,6 +67,24 @@ class Arena:
         self._mapping.write(target, value)
         return target
 
+    def put_all(self, values: Sequence[np.ndarray]) -> list[Array]:
+        """Copies of these arrays in one piece of the arena, none of which has pages of its own. Raises
+        :class:`MemoryPlanError` as :meth:`new` does."""
+        if not values:
+            return []
+        starts, total = [], 0
+        for value in values:
+            starts.append(total)
+            total += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        whole = self.new("uint8", (total,))
+        memory, placed = self.view(whole), []
+        assert isinstance(whole.place, Location)
+        segment, first = whole.place.segment, whole.place.offset
+        for value, start in zip(values, starts, strict=True):
+            memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)[...] = value
+            placed.append(Array(value.dtype.name, value.shape, Location(segment, first + start)))
+        return placed
+
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
         """Room for an array. A large array begins on a new page, so that a reader can hold the pages of this array
         only. Raises :class:`MemoryPlanError` if the current part, or the segment's file system, is full."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import resource
@@ -84,7 +85,8 @@ class Mapping:
 
         With ``may_preserve`` bytes can be preserved. With ``copies_on_write``, too, native code may write to the
         mapping: each page that it writes becomes a copy of this process. NumPy refuses all the same. Where the machine
-        grants no memory beyond what it has, the pages stay unwritable. Both are not for a writable mapping, nor for
+        grants no memory beyond what it has, or the kernel does not tell which pages are such copies, the pages stay
+        unwritable. Both are not for a writable mapping, nor for
         memory that a device reads, because its driver would copy every page that it locks. Raises OSError, ValueError
         or OverflowError if the file cannot be mapped.
         """
@@ -92,7 +94,7 @@ class Mapping:
         self.nbytes = nbytes
         self.writable = writable
         #: Whether native code gets a copy of a page that it writes.
-        self.copies_on_write = copies_on_write and _is_granted()
+        self.copies_on_write = copies_on_write and _is_granted() and _are_copies_told()
         try:
             self._map, self._first = self._made(descriptor, may_preserve)
         except (OSError, ValueError, OverflowError):
@@ -308,6 +310,17 @@ def _is_granted() -> bool:
     except OSError:
         return False
     return overcommits and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+
+
+@functools.cache
+def _are_copies_told() -> bool:
+    """Whether this process can find the pages that it has written. A write that nobody finds would hide what the server
+    writes there, for as long as the process lives."""
+    try:
+        Pagemap()
+    except OSError:
+        return False
+    return True
 
 
 def pages_of(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -127,37 +127,52 @@ class Executor:
             self._pool.shutdown()
 
     def _apply(self, operation: Apply) -> None:
-        steps = [self._step(update, operation) for update in operation.updates]
+        steps = [self._step(update) for update in operation.updates]
         if operation.global_clipnorm is not None or any(step.is_changed for step in steps):
             self._bound(steps, operation)
         if plain := [step for step in steps if step.update.dense and not step.by_element]:
             self._dense(plain, operation.weights)
         if by_element := [step for step in steps if step.update.dense and step.by_element]:
             self._clipped(by_element, operation.weights)
-        for step in steps:
-            if step.sparse:
-                self._rows(step)
+        if tables := [step for step in steps if step.sparse]:
+            self._rows(tables, operation.weights)
 
-    def _step(self, update: Update, operation: Apply) -> _Step:
+    def _step(self, update: Update) -> _Step:
         given = dict(update.hyperparameters)
-        sparse = [self._gradients(rows, operation.weights) for rows in update.sparse]
+        sparse = [self._gradients(rows) for rows in update.sparse]
         return _Step(update, RULES[update.rule], given, Clipping.of(given), sparse)
 
-    def _rows(self, step: _Step) -> None:
-        """Update the tables of a step."""
-        for (rows, t), gradients in zip(step.update.parts()[1], step.sparse, strict=True):
-            table, given = self._table(step.rule, rows), step.given
-            if step.rule.direction:
-                self._note(lambda: [trust_ratio(*table.squares(*gradients[0], step.given, t))])  # noqa: B023
-                given = self._trusted(given, 0)
-            table.apply(gradients, given, t, self._phase, self._undo.lanes)
+    def _rows(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
+        """Update the tables of these steps: those with much to do by all lanes, then the others side by side."""
+        lanes, others = self._undo.lanes, []
+        for step in steps:
+            for (rows, t), gradients in zip(step.update.parts()[1], step.sparse, strict=True):
+                table, given = self._table(step.rule, rows), step.given
+                if step.rule.direction:
+                    self._note(lambda: [trust_ratio(*table.squares(*gradients[0], step.given, t))])  # noqa: B023
+                    given = self._trusted(given, 0)
+                own = () if step.merged else weights
+                if not step.rule.direction and table.fits_one(gradients, given):
+                    others.append((table, gradients, own, given, t))
+                else:
+                    table.apply(weighted(gradients, own), given, t, self._phase, lanes)
+
+        def update(mine: Sequence[_Named], lane: Lane) -> None:
+            for table, gradients, own, given, t in lane.in_turn(mine):  # its kernel goes through the pieces itself
+                table.apply_in(lane, weighted(gradients, own), given, t)
+
+        if others:
+            self._phase(others, update, -(-len(others) // lanes))
 
     def _bound(self, steps: Sequence[_Step], operation: Apply) -> None:
         """Find the factors of the gradients, and clip the sparse ones."""
         clippings = [step.clipping or UNBOUNDED for step in steps]
         squares = []
         for step, clipping in zip(steps, clippings, strict=True):
-            step.merged = [merge(each, *rows.shape) for each, rows in zip(step.sparse, step.update.sparse, strict=True)]
+            step.merged = [
+                merge(weighted(each, operation.weights), *rows.shape)
+                for each, rows in zip(step.sparse, step.update.sparse, strict=True)
+            ]
             for gradient in step.merged:
                 clipping.bound(gradient.sums)
             is_needed = clipping.has_norm or operation.global_clipnorm is not None
@@ -184,15 +199,15 @@ class Executor:
             self._tables[key] = Table(rule, array(rows.parameters, rows.shape), slots)
         return self._tables[key]
 
-    def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        every, wide = np.arange(rows.shape[0]), computed_in(rows.dtype)
-        gradients = [
-            (self._memory.view(values).astype(wide, copy=False), every)  # dense ones are added up in that dtype
+    def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
+        wide = computed_in(rows.dtype)
+        return [
+            # A dense one names every row, and is added up in that dtype.
+            (self._memory.view(values).astype(wide, copy=False), np.arange(rows.shape[0]))
             if indices is None
             else (self._memory.view(values), self._memory.view(indices))
             for values, indices in rows.gradients
         ]
-        return weighted(gradients, weights) if weights else gradients
 
     def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
         """Update the dense variables of several optimizers, whose gradients have one factor for each optimizer, in one
@@ -254,7 +269,7 @@ class Executor:
                 parameters, slots, gradients = self._arrays(each.part)
                 values = parameters[each.elements], each.total(gradients, weights)
                 of_slots = [slot[each.elements] for slot in slots]
-                found[which] = squares(each.step.rule, *values, of_slots, each.step.given, each.t)
+                found[which] = squares(_rule_of(each.part, each.step.rule), *values, of_slots, each.step.given, each.t)
 
         self._spread(min(lanes, len(pieces)), share)
         sums: dict[int, tuple[float, float]] = {}
@@ -268,8 +283,7 @@ class Executor:
         if self._undo.opens():
             found = numbers()
             self._undo.numbers[: len(found)] = found
-            failpoint("server.phase")
-            self._undo.close()
+            self._end_phase()
 
     def _trusted(self, given: Hyperparameters, which: int) -> Hyperparameters:
         """The hyperparameters for a variable, with the ratio that was noted for it."""
@@ -300,9 +314,10 @@ class Executor:
 
         return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
 
-    def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None]) -> None:
-        """The next phase of the commit: each lane does ``work`` for its share of ``items``."""
-        if not self._undo.opens():
+    def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None], phases: int = 1) -> None:
+        """The next phase of the commit: each lane does ``work`` for its share of ``items``. If each item of a lane is a
+        phase, there are several ``phases``."""
+        if not self._undo.opens(phases):
             return
         count = self._undo.lanes
         if len(items) == 1:
@@ -310,8 +325,11 @@ class Executor:
         else:
             lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
             self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        self._end_phase(phases)
+
+    def _end_phase(self, phases: int = 1) -> None:
         failpoint("server.phase")
-        self._undo.close()
+        self._undo.close(phases)
 
     def _spread(self, count: int, share: Callable[[int], None]) -> None:
         """Do the shares 0 to ``count`` (exclusive) with all threads; all shares are done when it returns."""
@@ -370,7 +388,8 @@ class _Step:
     rule: Rule
     given: Hyperparameters
     clipping: Clipping | None
-    #: The sparse gradients of each table, as (values, indices) in replica order.
+    #: The sparse gradients of each table, as (values, indices) in replica order, without their weights; or their sum,
+    #: if there is one in ``merged``.
     sparse: list[list[tuple[np.ndarray, np.ndarray]]]
     merged: list[Merged] = field(default_factory=list)
     #: Of each range, and then of each table. Empty: all are 1.
@@ -437,6 +456,9 @@ class _Piece:
         for elements in _cut(self.elements.start, self.elements.stop, most):
             yield replace(self, elements=elements)
 
+
+_Named: TypeAlias = tuple[Table, list[tuple[np.ndarray, np.ndarray]], tuple[float, ...], Hyperparameters, int]
+"""A table, its gradients and their weights, the hyperparameters and the number of the update."""
 
 _Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
 

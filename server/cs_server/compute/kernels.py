@@ -430,9 +430,9 @@ def _merge(bind: object_loader.Bind, *arguments: Array) -> int:
 
 
 def _path(rule: Rule | None, name: str, dtype: np.dtype[Any], directory: Path) -> Path:
-    """The name changes with what the step computes."""
-    code = None if rule is None else rule.step.__code__
-    what = b"" if code is None else repr((code.co_code, code.co_names, code.co_varnames, code.co_consts)).encode()
+    """The name changes with what the functions of the rule compute."""
+    codes = [] if rule is None else [each.__code__ for each in (rule.step, rule.row) if each is not None]
+    what = repr([(code.co_code, code.co_names, code.co_varnames, code.co_consts) for code in codes]).encode()
     return directory / f"{name}_{dtype.name}-{hashlib.sha256(what).hexdigest()[:16]}.code"
 
 
@@ -505,6 +505,6 @@ def _fingerprint() -> str:
         found = find_spec(compiler)
         digest.update(Path(found.origin).with_name("_version.py").read_bytes() if found and found.origin else b"")
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    depends = (np.__version__, sys.version, platform.machine(), *processor)
+    depends = (np.__version__, sys.version, platform.machine(), str(MEAN_LANES), *processor)
     digest.update("\0".join(depends).encode())
     return digest.hexdigest()[:16]

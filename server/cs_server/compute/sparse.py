@@ -19,7 +19,7 @@ from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
-from cs_server.rules import Array, Rule, grow, move, scaled, squares
+from cs_server.rules import Array, Rule, grow, move, squares
 
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
@@ -79,7 +79,10 @@ def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged
 
 
 def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float]) -> list[tuple[Array, Array]]:
-    """The gradients of the replicas, as (values, indices), times their weights. One whose weight is 0 names no row."""
+    """The gradients of the replicas, as (values, indices), times their weights; without weights, as they are. One whose
+    weight is 0 names no row."""
+    if not weights:
+        return list(gradients)
     found = []
     for (values, indices), weight in zip(gradients, weights, strict=True):
         if weight == 1:
@@ -87,7 +90,9 @@ def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float])
         elif values.dtype.type(weight) == 0:
             found.append((values[:0], indices[:0]))
         else:
-            found.append((scaled(np.array(values, order="C"), weight), indices))
+            real = np.ascontiguousarray(values).view(values.real.dtype)  # as in `scaled`
+            with np.errstate(all="ignore"):
+                found.append(((real * real.dtype.type(weight)).view(values.dtype), indices))
     return found
 
 
@@ -126,6 +131,23 @@ class Table:
             update(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
         else:
             self._named(self._bound, gradients, hyperparameters, t, phase, lanes)
+
+    def fits_one(self, gradients: Sequence[tuple[Array, Array]], hyperparameters: Hyperparameters) -> bool:
+        """Whether the update has too little to do for several threads, and goes by :meth:`apply_in`."""
+        return (
+            sum(values.size for values, _ in gradients) < 2 * _PIECE
+            and self._parameters.size > 0
+            and self._rule.moving(hyperparameters) == "rows"
+            and self._bound is not None
+        )
+
+    def apply_in(
+        self, lane: Lane, gradients: Sequence[tuple[Array, Array]], hyperparameters: Hyperparameters, t: int
+    ) -> None:
+        """The same as :meth:`apply`, by one lane of a phase. Several tables may be updated so at once."""
+        assert self._bound is not None
+        self._bound.take(_aligned(gradients, self._parameters.shape[1]))
+        self._bound.apply(0, 1, lane, hyperparameters, t)
 
     def squares(self, sums: Array, rows: Array, hyperparameters: Hyperparameters, t: int) -> tuple[float, float]:
         """The squared norms of the rows that change under this summed gradient, and of their direction."""

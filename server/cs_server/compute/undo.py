@@ -1,10 +1,11 @@
 """The undo area, with which a commit survives the server: its progress, and the old values of the current pieces.
 
 A commit is a sequence of phases. A phase changes memory in pieces, which are given to lanes, one lane for each thread,
-in an order that depends only on the commit. The new values of a piece are computed from its old ones. So before the old
-values are overwritten, they are copied to the lane's area, and then the lane's word says that they are kept. The next
-server over the same memory skips the phases and pieces that are done, restores the old values of the current piece and
-computes it again: the result has the bits of an undisturbed commit.
+in an order that depends only on the commit. A lane may go through several phases without the others. The new values of
+a piece are computed from its old ones. So before the old values are overwritten, they are copied to the lane's area,
+and then the lane's word says that they are kept. The next server over the same memory skips the phases and pieces that
+are done, restores the old values of the current piece and computes it again: the result has the bits of an undisturbed
+commit.
 
 Every word is written by one aligned store, in an order in which every prefix of the stores is a state from which a
 server can continue. A process that is killed has done all stores up to some instruction and none after it, so only the
@@ -45,7 +46,8 @@ UNDO_NBYTES = _HEAD_NBYTES + LANES * _LANE_NBYTES
 
 # The head: the current commit and phase as one number, the number of its lanes, and the last finished commit.
 _TAG, _COUNT, _DONE = 0, 1, 2
-# A lane: its current phase (if it has begun it), and 2 * (pieces done) + (the next piece is kept).
+# A lane: its current phase, inverted while the progress is not yet that of this phase; and the progress, which is
+# 2 * (pieces done) + (the next piece is kept).
 _LANE_TAG, _PROGRESS = 0, 1
 _PHASES = 1 << 24
 
@@ -68,6 +70,7 @@ class Lane:
         self._line = memory[:_LINE_NBYTES].view(np.int64)
         self._words = self._line.data  # a memoryview is faster than an array for a single number
         self._area = memory[_LINE_NBYTES:]
+        self._tag = 0
 
     @property
     def progress(self) -> NDArray[np.int64]:
@@ -89,11 +92,24 @@ class Lane:
         """The number of finished pieces of the phase."""
         return self._words[_PROGRESS] >> 1 if len(self._words) else 0
 
-    def enter(self, tag: int) -> None:
-        """Begin a phase, or continue it if an earlier server ended in the middle of it."""
-        if len(self._words) and self._words[_LANE_TAG] != tag:
+    def enter(self, tag: int) -> bool:
+        """Begin a phase, or continue it if an earlier server ended in the middle of it; False if the lane is further.
+        Tags grow."""
+        self._tag = tag
+        if not len(self._words):
+            return True
+        noted = self._words[_LANE_TAG]
+        if (noted if noted >= 0 else ~noted - 1) < tag:
+            _say(self._words, _LANE_TAG, ~tag)
             _say(self._words, _PROGRESS, 0)
             _say(self._words, _LANE_TAG, tag)
+        return self._words[_LANE_TAG] == tag
+
+    def in_turn(self, items: Sequence[T]) -> Iterator[T]:
+        """The unfinished ones of ``items``, each of which is a phase of this lane, from the present one on."""
+        for tag, item in enumerate(items, self._tag):
+            if self.enter(tag):
+                yield item
 
     def rest(self, pieces: Sequence[T], first: int = 0) -> Iterator[T]:
         """The unfinished ones of ``pieces``, which are this lane's from number ``first`` on. Asking for the next one
@@ -170,16 +186,17 @@ class Undo:
         """Mark the commit as done."""
         _say(self._head, _DONE, self._ticket)
 
-    def opens(self) -> bool:
-        """Begin the next phase; False if an earlier server has done it already."""
+    def opens(self, count: int = 1) -> bool:
+        """Begin the next phase, or so many, through which each lane goes without the others; False if an earlier server
+        has done them already."""
         if self._head[_TAG] == self._tag:
             return True
-        self._phase += 1
+        self._phase += count
         return False
 
-    def close(self) -> None:
-        """Mark the phase as done by all lanes."""
-        self._phase += 1
+    def close(self, count: int = 1) -> None:
+        """Mark so many phases as done by all lanes."""
+        self._phase += count
         _say(self._head, _TAG, self._tag)
 
     def lane(self, which: int) -> Lane:

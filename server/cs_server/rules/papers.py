@@ -7,6 +7,7 @@ multiclass classifiers".
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -87,8 +88,15 @@ def lamb_numbers(given: Hyperparameters, t: int) -> Numbers:
     return given["learning_rate"], given["weight_decay"], *decays, root / (1 - b1**t), floor, given["epsilon"] * root
 
 
+def _without_decay(numbers: Callable[[Hyperparameters, int], Numbers]) -> Callable[[Hyperparameters, int], Numbers]:
+    """The numbers of a rule for variables that are exempt from weight decay."""
+    return lambda given, t: numbers({**given, "weight_decay": 0.0}, t)
+
+
 RULES = (
     Rule("lion", lion, lion_numbers, zeros(1), "all", is_real=True),
+    Rule("lion_without_decay", lion, _without_decay(lion_numbers), zeros(1), "all", is_real=True),
     Rule("rowwise_adagrad", rowwise_adagrad, rowwise_adagrad_numbers, accumulator, is_real=True, row=decayed),
     Rule("lamb", lamb, lamb_numbers, zeros(2), "all", is_real=True, direction=lamb_direction),
+    Rule("lamb_without_decay", lamb, _without_decay(lamb_numbers), zeros(2), "all", True, direction=lamb_direction),
 )

@@ -10,6 +10,7 @@ import pickle
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from central_storage.core.handles import Handle, HandleTable
 from central_storage.core.tensors.tensor import Tensor
 from central_storage.pickling import pickler
 from central_storage.pickling.pickler import digest, dump_arguments, dump_function, load_arguments, load_function
+from central_storage.pickling.reconstruct import keep_classes_apart
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import ContextError, MemoryPlanError, ShippingError
 
@@ -441,6 +443,34 @@ class Config:
 
 class Color(enum.Enum):
     RED = 1
+
+
+class Noting(type):
+    """A metaclass that notes the names that a class body has."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        cls: Any = super().__new__(mcs, name, bases, body)
+        if "size" in body:
+            cls.made_with = sorted(key for key in body if not key.startswith("__"))
+        return cls
+
+
+def test_what_a_library_knows_of_a_class_travels_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known(cls: type) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        return ({"size": 1, "tags": 2}, [(setattr, "told", "later")]) if cls.__name__ == "Parts" else ({}, [])
+
+    monkeypatch.setattr(pickler, "CLASS_PARTS", [known])
+
+    class Parts(metaclass=Noting):
+        tags = 3
+
+    data = dump_function(lambda: Parts, adopt)
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(keep_classes_apart, "elsewhere").result()
+        copy: Any = elsewhere.submit(load_function, data, resolve).result()()
+    assert copy is not Parts
+    assert copy.made_with == ["size", "tags"]
+    assert (copy.tags, copy.told, hasattr(copy, "size"), hasattr(Parts, "told")) == (3, "later", False, False)
 
 
 def test_classes_stay_what_they_are_in_the_process_they_come_from() -> None:

@@ -35,7 +35,7 @@ def test_the_largest_difference_from_jax_alone(name: str) -> None:
     lines = (
         run(sys.executable, "-W", "error", EXAMPLES / "compare.py", name, *SMALL[name], timeout=unit(300)).ok().lines
     )
-    found = re.fullmatch(r"largest difference from JAX alone: (\S+)", lines[-1])
+    found = re.fullmatch(rf"{name} +largest difference from JAX alone: (\S+)", lines[-1])
     assert found is not None
     assert 0 < float(found[1]) < 5e-3
     losses = [float(said[1]) for line in lines if (said := re.search(r"loss (\S+)", line))]

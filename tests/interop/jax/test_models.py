@@ -130,3 +130,34 @@ def test_batch_normalization_of_flax_by_aux(two: cs.CentralStorageStrategy) -> N
     )
     mean = model["batch_stats"]["BatchNorm_0"]["mean"].numpy()
     np.testing.assert_allclose(mean, 0.5 * x.mean(axis=0), rtol=1e-5)
+
+
+class Normalized(nnx.Module):
+    def __init__(self) -> None:
+        self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(x)
+
+
+def test_statistics_that_the_loss_would_lose_are_named(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize(
+            Normalized(),
+            trainable=lambda net: jax.tree.map(
+                lambda each: isinstance(each, nnx.Param), net, is_leaf=lambda each: isinstance(each, nnx.Variable)
+            ),
+        )
+
+    def loss(net: Any, x: Any) -> Any:
+        return (net(x) ** 2).mean()
+
+    def loss_and_statistics(net: Any, x: Any) -> Any:
+        net = nnx.clone(net)
+        return loss(net, x), {"mean": net.norm.mean[...]}
+
+    x = np.tile(np.float32([[1, 2, 3, 4], [5, 6, 7, 8]]), (2, 1))
+    with pytest.raises(cs.errors.InvalidArgumentError, match="changes norm/mean/value of the model in place"):
+        csj.step(model, csj.optim.sgd(0.1))(loss)(x)
+    _, changed = csj.step(model, csj.optim.sgd(0.1), has_aux=True)(loss_and_statistics)(x)
+    np.testing.assert_allclose(two.reduce("MEAN", changed["mean"], axis=None), [1.5, 2, 2.5, 3])

@@ -276,6 +276,10 @@ def test_a_mask_that_does_not_fit_is_refused(two: cs.CentralStorageStrategy) -> 
         model = csj.centralize(tree_of("float32"))
     with pytest.raises(cs.errors.InvalidArgumentError, match="the mask is no prefix of the tree"):
         csj.step(model, csj.optim.adamw(0.1, mask={"a": True}))(loss)
+    with pytest.raises(
+        cs.errors.InvalidArgumentError, match="adamw: the mask has bools at its leaves, not 'no' as at c/0"
+    ):
+        csj.step(model, csj.optim.adamw(0.1, mask={"a": True, "c": "no"}))(loss)
 
 
 def test_a_schedule_that_gives_no_number_is_named(two: cs.CentralStorageStrategy) -> None:
@@ -305,3 +309,28 @@ def test_a_rate_can_be_set_in_a_loop_ahead(two: cs.CentralStorageStrategy) -> No
     optimizer.learning_rate = optax.constant_schedule(0.5)
     train(batches[0])
     assert model["w"].numpy() == -3.5
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_tree_has_a_state_of_its_own(two: cs.CentralStorageStrategy, ahead: bool) -> None:
+    trees = [tree_of("float32"), jax.tree.map(jnp.zeros_like, tree_of("float32"))]
+    rate = optax.linear_schedule(0.1, 0.0, 6)
+    expected = [with_optax(optax.adam(rate), tree, data("float32")[:5]) for tree in trees]
+    with two.scope():
+        models = [csj.centralize(tree) for tree in trees]
+    optimizer = csj.optim.adam(rate)
+    steps = [csj.step(model, optimizer)(loss) for model in models]
+    if ahead:
+        for train in steps:
+            list(train.ahead(csj.batches(two, data("float32")[:5])))
+    else:
+        for batch in data("float32")[:5]:
+            for train in steps:
+                train(batch)
+    for model, (tree, state) in zip(models, expected, strict=True):
+        assert_near(csj.read(model), tree, 1e-5)
+        assert_near(csj.state(optimizer, model), state, 1e-4)
+    with pytest.raises(cs.errors.InvalidArgumentError, match="pass the tree that csj"):
+        csj.state(optimizer, models[0]["a"])
+    csj.step(models[0]["a"], optimizer)(loss)  # a tree of its own from now on, as after init in optax
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(csj.state(optimizer, models[0]["a"])))

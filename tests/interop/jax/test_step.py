@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,66 @@ def test_a_batch_that_is_no_tuple_is_one_argument(two: cs.CentralStorageStrategy
     train = csj.step(model, csj.optim.sgd(1.0))(lambda tree, batch: tree["w"] * batch["x"].mean())
     train({"x": np.float32([1, 2, 3])})
     assert model["w"].numpy() == -2
+
+
+class Rows(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda tree, x, y: tree["w"] * (x * y).mean(),
+        lambda tree, *rows: tree["w"] * (rows[0] * rows[1]).mean(),
+        lambda tree, rows: tree["w"] * (rows[0] * rows[1]).mean(),
+    ],
+)
+def test_a_loss_takes_the_parts_of_a_batch_or_the_whole(two: cs.CentralStorageStrategy, loss: Any) -> None:
+    with two.scope():
+        model = csj.centralize({"w": jnp.ones(())})
+    train = csj.step(model, csj.optim.sgd(0.0))(loss)
+    x, y = np.float32([1, 2, 3]), np.float32([1, 1, 4])
+    assert train((x, y)) == train([x, y]) == train(x, y) == pytest.approx(5)
+
+
+def test_a_named_tuple_is_one_argument(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize({"w": jnp.ones(())})
+    train = csj.step(model, csj.optim.sgd(0.0))(lambda tree, rows, power=1: tree["w"] * (rows.x * rows.y**power).mean())
+    assert train(Rows(np.float32([1, 2, 3]), np.float32([1, 1, 4]))) == pytest.approx(5)
+
+
+def test_a_batch_of_another_strategy_is_refused(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize(parameters())
+    train = csj.step(model, csj.optim.sgd(0.5))(mean_loss)
+    with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as other:
+        theirs = csj.batches(other, [rows_of(0, 4)])
+        with pytest.raises(cs.errors.InvalidArgumentError, match="split over 1 replicas"):
+            train(next(iter(theirs)))
+        with pytest.raises(cs.errors.InvalidArgumentError, match="split over 1 replicas"):
+            list(train.ahead(theirs))
+    assert_close(model, parameters(), 0)
+
+
+def test_what_a_weight_and_a_batch_must_be(two: cs.CentralStorageStrategy) -> None:
+    with pytest.raises(TypeError, match="weight must be a function"):
+        csj.batches(two, [rows_of(0, 4)], weight=[1.0] * 4)  # type: ignore[arg-type]
+    with pytest.raises(cs.errors.InvalidArgumentError, match="convert it from bfloat16 to float32"):
+        next(iter(csj.batches(two, [jnp.ones(4, jnp.bfloat16)])))
+
+
+def test_the_settings_of_a_step_stay_its_own() -> None:
+    with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as strategy:
+        with jax.enable_x64(True):
+            with strategy.scope():
+                model = csj.centralize({"w": jnp.ones(())})
+            train = csj.step(model, csj.optim.sgd(0.5))(lambda tree, x: tree["w"] * x.mean())
+        train(np.ones(2))
+        assert model["w"].dtype == np.float64
+        assert strategy.run(lambda: str(jnp.ones(1, float).dtype)) == "float32"
+        assert not jax.config.jax_enable_x64
 
 
 def test_batches_keep_what_a_data_set_knows(two: cs.CentralStorageStrategy) -> None:

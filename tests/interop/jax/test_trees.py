@@ -69,6 +69,10 @@ def test_leaves_can_stay_untrained(two: cs.CentralStorageStrategy) -> None:
         by_function = csj.centralize(tree, trainable=lambda tree: jax.tree.map(lambda leaf: leaf.sum() == 2, tree))
         with pytest.raises(cs.errors.InvalidArgumentError, match="trainable is no prefix"):
             csj.centralize(tree, trainable={"params": True})
+        with pytest.raises(
+            cs.errors.InvalidArgumentError, match="trainable has bools at its leaves, not 'frozen' as at s"
+        ):
+            csj.centralize(tree, trainable={"params": True, "stats": "frozen"})
     assert [leaf.trainable for leaf in jax.tree.leaves(by_prefix)] == [True, False, False]
     assert [leaf.trainable for leaf in jax.tree.leaves(by_function)] == [True, False, True]
 
@@ -114,6 +118,9 @@ def test_64_bits_are_kept_where_jax_has_them(two: cs.CentralStorageStrategy) -> 
         (jax.random.key(0), r"the leaf layers/1 is a random key.*csj\.key\(\)"),
         (jnp.zeros(2, jnp.int4), "the leaf layers/1 has dtype int4"),
         (np.array(["a"]), "the leaf layers/1 has dtype <U1"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), "the leaf layers/1 is a MaskedArray"),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "the leaf layers/1 is a ShapeDtypeStruct"),
+        (0.5, r"the leaf layers/1 is the number 0\.5, which jax\.grad would train"),
     ],
 )
 def test_a_leaf_that_cannot_be_a_variable_is_named(two: cs.CentralStorageStrategy, leaf: Any, said: str) -> None:
@@ -121,6 +128,13 @@ def test_a_leaf_that_cannot_be_a_variable_is_named(two: cs.CentralStorageStrateg
     with two.scope(), pytest.raises(cs.errors.InvalidArgumentError, match=said):
         csj.centralize({"layers": [jnp.ones(2), leaf]})
     assert len(two.variables) == before
+
+
+def test_a_number_is_a_constant_where_jax_would_not_train_it(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        assert csj.centralize({"w": jnp.ones(2), "scale": 0.5}, trainable={"w": True, "scale": False})["scale"] == 0.5
+        assert csj.centralize({"w": jnp.ones(2), "scale": 0.5, "act": jax.nn.relu})["scale"] == 0.5
+        assert csj.centralize({"w": jnp.ones(2), "scale": np.float32(0.5)})["scale"].trainable
 
 
 def test_a_variable_of_another_strategy_is_named(two: cs.CentralStorageStrategy) -> None:

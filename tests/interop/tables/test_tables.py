@@ -3,7 +3,7 @@ reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,11 @@ def test_rows_and_gradients_are_copied_once(one: cs.CentralStorageStrategy, monk
         optimizer = cs.optimizers.RowwiseAdagrad(RATE)
     put: list[tuple[int, int]] = []
     read: list[bool] = []
-    plain_put, plain_take = Arena.put, BoundRows.take
+    plain_put, plain_take = Arena.put_all, BoundRows.take
 
-    def noting_put(arena: Arena, dtype: str, value: np.ndarray) -> Array:
-        put.append((address_of(value), value.nbytes))
-        return plain_put(arena, dtype, value)
+    def noting_put(arena: Arena, values: Sequence[np.ndarray]) -> list[Array]:
+        put.extend([(address_of(value), value.nbytes) for value in values])
+        return plain_put(arena, values)
 
     def noting_take(bound: BoundRows, gradients: Any) -> None:
         read.extend(array.flags.owndata for pair in gradients for array in pair)
@@ -61,7 +61,7 @@ def test_rows_and_gradients_are_copied_once(one: cs.CentralStorageStrategy, monk
         optimizer.apply_gradients([(cs.IndexedSlices(given, ids), table)])
         return [(each.data_ptr(), each.nbytes) for each in (given, ids)]
 
-    monkeypatch.setattr(Arena, "put", noting_put)
+    monkeypatch.setattr(Arena, "put_all", noting_put)
     monkeypatch.setattr(BoundRows, "take", noting_take)
     given = one.run(step)
     assert put[-2:] == given  # the very memory of torch

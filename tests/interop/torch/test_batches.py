@@ -27,6 +27,25 @@ def rows_of(strategy: cs.CentralStorageStrategy) -> Any:
     return rows
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7, 40_000])
+def test_tensors_of_bfloat16_stay_so(three: cs.CentralStorageStrategy, rows: int) -> None:
+    model, _ = centralized(three, nn.Linear(1, 1))
+
+    @cst.evaluate(model)
+    def seen(x: torch.Tensor, ids: torch.Tensor, narrow: torch.Tensor, none: None) -> Any:
+        assert (x.dtype, ids.dtype, narrow.dtype, none) == (torch.float32, torch.int16, torch.bfloat16, None)
+        narrow *= 2  # a batch may be changed in place
+        return narrow.float().sum(dim=1), ids
+
+    x, ids = torch.randn(rows, 3), torch.arange(rows).to(torch.int16)
+    batch = {"x": x, "ids": ids, "narrow": x.bfloat16(), "none": None}
+    for given in (batch, next(iter(cst.batches(three, [batch])))):
+        sums, found = seen(given)
+        assert torch.equal(found, ids)
+        assert torch.equal(sums, (x.bfloat16() * 2).float().sum(dim=1))
+    assert torch.equal(batch["narrow"], x.bfloat16())
+
+
 def test_loaders_of_every_kind(three: cs.CentralStorageStrategy) -> None:
     rows = rows_of(three)
     x = np.arange(10.0, dtype=np.float32)[:, None]

@@ -124,6 +124,47 @@ def test_synchronized_batchnorm_is_that_of_one_process(three: cs.CentralStorageS
     assert torch.allclose(cst.pull(model).eval()(x[:, None]), alone(x[:, None]), atol=1e-5)
 
 
+def test_one_batchnorm_layer_with_two_names(two: cs.CentralStorageStrategy) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(9)
+        norm = nn.BatchNorm1d(8)
+        return nn.Sequential(norm, nn.Linear(8, 8), norm, nn.Linear(8, 3))
+
+    alone = make()
+    with two.scope():
+        model = cst.centralize(make(), sync_batchnorm=True)
+    assert model[0] is model[2]
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    losses = [train(batch) for batch in BATCHES[1:]]
+    theirs = train_alone(
+        alone,
+        torch.optim.SGD(alone.parameters(), lr=0.1),
+        BATCHES[1:],
+        lambda module, x, y: F.cross_entropy(module(x), y),
+    )
+    assert losses == pytest.approx(theirs, abs=1e-6)
+    assert difference(model, alone) < 1e-5
+
+
+def test_synchronized_batchnorm_needs_more_than_one_value(three: cs.CentralStorageStrategy) -> None:
+    """As torch's does."""
+    with three.scope():
+        model = cst.centralize(convolutional(), sync_batchnorm=True)
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return of_signals(model, x, y)
+
+    with pytest.raises(ValueError, match="more than one value for each channel"):
+        train(*batch_of(0, 1))
+
+
 def normalizing() -> nn.Module:
     torch.manual_seed(8)
     return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))

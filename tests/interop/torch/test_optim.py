@@ -324,7 +324,7 @@ def test_what_has_changed_is_told_once_and_in_one_message(
         ("SGD", {}, {"momentum": 0.9}, "momentum"),
         ("SGD", {"momentum": 0.9}, {"momentum": 0}, "momentum was 0.9 when the group was made"),
         ("RMSprop", {}, {"centered": True}, "centered"),
-        ("NAdam", {}, {"betas": (0.8, 0.99)}, "beta_1"),
+        ("NAdam", {}, {"betas": (0.8, 0.99)}, "beta_1 .* or cycle_momentum=False in a scheduler"),
         ("Adam", {}, {"lr": float("nan")}, "learning_rate must be a finite number"),
         ("Adam", {}, {"betas": (0.8,)}, "betas"),
         ("Adam", {}, {"lr": torch.tensor(0.5)}, "lr is a tensor"),

@@ -87,6 +87,69 @@ def test_each_row_counts_its_weight(two: cs.CentralStorageStrategy) -> None:
     assert difference(model, alone) < 1e-6
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_share_whose_rows_count_nothing(two: cs.CentralStorageStrategy, accumulate: int, is_sparse: bool) -> None:
+    """Its loss is NaN, as a mean over nothing, and so are its gradients; those of the whole batch are not."""
+    model, alone = centralized(two, nn.Sequential(nn.Embedding(9, 4, sparse=is_sparse), nn.Linear(4, 3)))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(2)
+    loader = [(torch.randint(0, 9, (4, 5), generator=random), torch.ones(4, 5)) for _ in range(4)]
+    loader[0][1][2:] = 0
+    loader[1][1][:3] = 0
+    loader[3][1][2:] = 0
+
+    def mean(module: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (module(x).square().sum(2) * mask).sum() / mask.sum()
+
+    @cst.step(model, optimizer, accumulate=accumulate)
+    def train(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return mean(model, x, mask)
+
+    @cst.function(model, optimizer)
+    def body(x: torch.Tensor, mask: torch.Tensor) -> float:
+        loss = mean(model, x, mask)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    batches = list(cst.batches(two, loader, weight=lambda batch: batch[1].sum(1)))
+    losses = [*map(train, batches[:3]), body(batches[3])]
+    theirs = train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1), loader, mean)
+    assert losses == pytest.approx(theirs, rel=1e-6)
+    assert difference(model, alone) < 2e-6
+
+
+def test_losses_that_are_no_mean_over_rows(two: cs.CentralStorageStrategy) -> None:
+    """As the guide says it: a mean weighted by classes, a mean over tokens, and a sum."""
+    model, alone = centralized(two, nn.Linear(8, 3))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+    weights = torch.tensor([0.1, 1.0, 5.0])
+
+    def loss_of(module: Any, x: torch.Tensor, y: torch.Tensor, kind: str) -> torch.Tensor:
+        if kind == "sum":
+            return F.cross_entropy(module(x), y, reduction="sum")
+        return F.cross_entropy(module(x), y, weight=weights if kind == "classes" else None, ignore_index=0)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor, kind: str, rows: int = 0) -> torch.Tensor:
+        return F.cross_entropy(model(x), y) * rows if kind == "sum" else loss_of(model, x, y, kind)
+
+    x, y = batch_of(0, 7)
+    losses = []
+    for kind, weigh in {"classes": lambda b: weights[b[1]] * (b[1] != 0), "tokens": lambda b: b[1] != 0}.items():
+        losses += [train(batch, kind=kind) for batch in cst.batches(two, [(x, y)], weight=weigh)]
+    losses.append(train(x, y, kind="sum", rows=len(x)))
+    theirs = [
+        train_alone(
+            alone, torch.optim.SGD(alone.parameters(), lr=0.1), [(x, y)], lambda *b, kind=kind: loss_of(*b, kind)
+        )[0]
+        for kind in ("classes", "tokens", "sum")
+    ]
+    assert losses == pytest.approx(theirs, rel=1e-6)
+    assert difference(model, alone) < 1e-6
+
+
 def test_every_shape_of_a_batch(two: cs.CentralStorageStrategy) -> None:
     model, _ = centralized(two, nn.Linear(8, 3))
     optimizer = cst.optim.SGD(model.parameters(), lr=0.0)
@@ -203,7 +266,7 @@ def test_a_loss_that_is_nan_can_be_let_pass(two: cs.CentralStorageStrategy) -> N
         ((torch.ones(0, 8),), "a batch has no rows"),
         ((torch.ones(4, 8), torch.tensor(1.0)), "holds a scalar, which has no rows"),
         ((), "holds no tensor"),
-        ((torch.ones(4, 8, dtype=torch.bfloat16),), "Tensor"),
+        ((torch.ones(4, 8).to(torch.float8_e5m2),), "Tensor"),
     ],
 )
 def test_what_is_no_batch_is_refused(two: cs.CentralStorageStrategy, batch: Any, message: str) -> None:

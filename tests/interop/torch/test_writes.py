@@ -80,22 +80,60 @@ def test_a_write_is_named_with_its_line(two: cs.CentralStorageStrategy, name: st
         assert 0 < difference(model, alone) < 1
 
 
-def test_a_write_behind_torchs_back_fails_the_run(two: cs.CentralStorageStrategy) -> None:
-    """Through ``.data``, which torch does not count; the worker finds the pages."""
-    model, alone = centralized(two, net())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_write_behind_torchs_back_fails_the_run(two: cs.CentralStorageStrategy, dtype: torch.dtype) -> None:
+    """Through ``.data``, which torch does not count; the worker finds the pages, or the binding the copy of 16 bits."""
+    model, alone = centralized(two, net().to(dtype))
     optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
 
     @cst.step(model, optimizer)
     def train(x: torch.Tensor, y: torch.Tensor, writes: bool = True) -> torch.Tensor:
         if writes:
             model[2].weight.data.add_(1)
-        return F.cross_entropy(model(x), y)
+        return F.cross_entropy(model(x.to(dtype)), y)
 
     with pytest.raises(cs.errors.VariableWrittenError, match=r"2.weight"):
         train(*BATCH)
     assert difference(model, alone) == 0
     train(*BATCH, writes=False)
     assert 0 < difference(model, alone) < 1
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_a_write_in_a_loops_body_is_looked_for_once_and_counts_for_nothing(
+    two: cs.CentralStorageStrategy, when: str, through_data: bool
+) -> None:
+    """Also behind the step, where a parameter of one element can be written without an error of torch."""
+    model, alone = centralized(two, nn.Linear(4, 1))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def clear_bias() -> None:
+        with torch.no_grad():
+            (model.bias.data if through_data else model.bias).fill_(0.01)
+
+    @cst.function(model, optimizer)
+    def train(x: torch.Tensor, writes: bool = True) -> int:
+        calls.append(1)
+        if writes and when == "before":
+            clear_bias()
+        model(x).sum().backward()
+        optimizer.step()
+        if writes and when != "before":
+            clear_bias()
+        if when == "between":
+            model(x)
+        return len(calls)
+
+    line = clear_bias.__code__.co_firstlineno + 2
+    with pytest.raises(cs.errors.VariableWrittenError, match=r"bias") as raised:
+        train(torch.ones(4, 4))
+    seen = not (when == "before" and through_data)  # or else the worker finds it, after the function
+    assert (f"test_writes.py:{line}" in str(raised.value)) == seen
+    assert difference(model, alone) == 0
+    assert train(torch.ones(4, 4), writes=False) == 2 + seen
+    assert difference(model, alone) > 0
 
 
 def test_a_write_that_is_not_repeated_has_no_line(two: cs.CentralStorageStrategy) -> None:

@@ -50,6 +50,17 @@ def test_large_values_lie_one_after_the_other() -> None:
     assert (made.view(second) == 2).all()
 
 
+def test_many_values_lie_in_one_piece() -> None:
+    made = arena()
+    given = [np.arange(5, dtype=np.int64), np.full((3, 2), 0.5, np.float32), np.empty((0, 4)), np.arange(8)[::2]]
+    placed = made.put_all(given)
+    for array, value in zip(placed, given, strict=True):
+        assert offset(array) % 64 == 0
+        np.testing.assert_array_equal(made.view(array), value, strict=True)
+    assert offset(made.new("uint8", (1,))) == 192
+    assert Arena(lambda: pytest.fail("the segment was opened")).put_all([]) == []
+
+
 def test_what_is_shared_again_is_placed_once() -> None:
     made = arena()
     data, other = np.zeros(INLINE_NBYTES), np.zeros(INLINE_NBYTES)

@@ -90,7 +90,7 @@ def test_numpy_and_dlpack_take_it_for_read_only(file: int) -> None:
         private(file).memory[0] = 1
 
 
-@pytest.mark.parametrize("cause", ["overcommit", "no setting", "limit", "refused"])
+@pytest.mark.parametrize("cause", ["overcommit", "no setting", "limit", "no pagemap", "refused"])
 def test_where_no_memory_is_granted_it_stays_unwritable(
     file: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +101,9 @@ def test_where_no_memory_is_granted_it_stays_unwritable(
         monkeypatch.setattr(mappings, "_OVERCOMMIT", str(tmp_path / "missing"))
     elif cause == "limit":
         monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40, resource.RLIM_INFINITY))
+    elif cause == "no pagemap":
+        monkeypatch.setattr(mappings, "_are_copies_told", mappings._are_copies_told.__wrapped__)
+        monkeypatch.setattr(mappings, "Pagemap", lambda: os.open(tmp_path / "missing", os.O_RDONLY))
     else:
         mapped = mappings._mapped
 

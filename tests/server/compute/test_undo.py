@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,10 +46,17 @@ GIVEN = {
     "weight_decay": 0.1,
 }
 SMALL = 128  # bytes of a piece
-#: The threads of a server, and at every how many of the events it is cut off.
-WAYS = pytest.mark.parametrize(
-    ("threads", "every"), [(1, 11), (3, 7), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((1, 2), (3, 5)))]
-)
+
+
+def ways(*quick: tuple[int, int], slow: Sequence[tuple[int, int]]) -> pytest.MarkDecorator:
+    """The threads of a server, and at every how many of the events it is cut off."""
+    return pytest.mark.parametrize(
+        ("threads", "every"), [*quick, *(pytest.param(*way, marks=pytest.mark.slow) for way in slow)]
+    )
+
+
+WAYS = ways((1, 11), (3, 7), slow=[(1, 2), (3, 5)])
+WAYS_OF_MANY_EVENTS = ways((1, 53), (3, 47), slow=[(1, 7), (3, 11)])
 
 
 class Cut(BaseException):
@@ -209,9 +216,9 @@ class Server:
             at_hand[id(lane)] = lane, lane.done, places
             return plain_give_back(lane, places)
 
-        def enter(lane: Lane, tag: int) -> None:
+        def enter(lane: Lane, tag: int) -> bool:
             at_hand.pop(id(lane), None)
-            plain_enter(lane, tag)
+            return plain_enter(lane, tag)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(undo, "_say", say)
@@ -323,10 +330,10 @@ def moved(apply: Apply, prefix: str) -> Apply:
     )
 
 
-@WAYS
+@WAYS_OF_MANY_EVENTS
 @pytest.mark.parametrize("bounds", [{}, {"clipvalue": 0.5}], ids=str)
 def test_updates_of_several_optimizers(bounds: dict[str, float], threads: int, every: int) -> None:
-    survives(lambda: together(**bounds), threads, 3 * every)
+    survives(lambda: together(**bounds), threads, every)
 
 
 @WAYS
@@ -351,7 +358,7 @@ def test_clipped_updates(dtype: str, bound: dict[str, float]) -> None:
     survives(lambda: dense("adam", dtype, bound), 2)
 
 
-@WAYS
+@WAYS_OF_MANY_EVENTS
 @pytest.mark.parametrize(("dtype", "group"), [("float32", 1), ("float64", 504), ("float16", 2)])
 def test_updates_by_the_norms_of_variables(
     dtype: str, group: int, threads: int, every: int, monkeypatch: pytest.MonkeyPatch
@@ -359,7 +366,7 @@ def test_updates_by_the_norms_of_variables(
     """The norms are those before the update, also where the server ends when a part of a variable is updated."""
     monkeypatch.setattr(executor, "NUMBERS", group)
     survives(lambda: dense("lamb", dtype), threads, every)
-    survives(lambda: dense("lamb", dtype, {"clipnorm": 0.3}), threads, max(every, 5))
+    survives(lambda: dense("lamb", dtype, {"clipnorm": 0.3}), threads, every)
 
 
 @pytest.mark.parametrize(
@@ -401,6 +408,51 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
 )
 def test_sparse_updates(rule: str, dtype: str, width: int, given: dict[str, float], threads: int, every: int) -> None:
     survives(lambda: sparse(rule, dtype, width, given), threads, every)
+
+
+def tables() -> tuple[Bytes, tuple[Operation, ...]]:
+    """Three tables with little to do, of two optimizers, and one with more; their gradients have weights."""
+    memory, updates = Bytes(), []
+    for number, (rule, rows) in enumerate([("adagrad", 9), ("adam", 4), ("sgd", 3), ("adagrad", 2)]):
+        prefix = f"{number}_"
+        other, (apply,) = sparse(rule, "float32", 3, {"lazy": 1.0})
+        memory.segments |= {prefix + name: segment for name, segment in other.segments.items()}
+        (update,) = moved(apply, prefix).updates
+        (part,) = update.sparse
+        views = [[other.view(array) for array in pair] for pair in part.gradients]
+        pairs = tuple([(array_of(values[:rows]), array_of(indices[:rows])) for values, indices in views])
+        updates.append(with_changes(update, sparse=(with_changes(part, gradients=pairs),)))
+    return memory, (Apply(tuple(updates), (), (0.25, 1.5)),)
+
+
+@WAYS
+def test_tables_side_by_side(threads: int, every: int) -> None:
+    survives(tables, threads, every)
+
+
+def test_no_lane_waits_for_another_between_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[Lane] = []
+    spread: list[int] = []
+    apply_in, plain = sparse_updates.Table.apply_in, Executor._spread
+
+    def noted(table: Any, lane: Lane, *given: Any) -> None:
+        lanes.append(lane)
+        apply_in(table, lane, *given)
+
+    def noted_spread(arithmetic: Executor, count: int, share: Callable[[int], None]) -> None:
+        before = len(lanes)
+        plain(arithmetic, count, share)
+        spread.append(len(lanes) - before)
+
+    monkeypatch.setattr(sparse_updates.Table, "apply_in", noted)
+    monkeypatch.setattr(Executor, "_spread", noted_spread)
+    memory, operations = tables()
+    arithmetic = Executor(memory, 2, undo=np.zeros(UNDO_NBYTES, np.uint8))
+    try:
+        arithmetic.commit(Commit(1, operations))
+    finally:
+        arithmetic.close()
+    assert [len(lanes), len(set(map(id, lanes))), max(spread)] == [3, 2, 3]
 
 
 def written(op: WriteOp, dtype: str) -> tuple[Bytes, tuple[Operation, ...]]:

@@ -233,5 +233,8 @@ def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(f".entry {codegen.update_name(rule, dtype)}(" in ptx for rule in map(RULES.__getitem__, ELEMENTWISE))
-    entries = {entry.partition("(")[0]: entry for entry in ptx.split(".entry ")[1:]}
-    assert [name for name, entry in entries.items() if "fma." in entry] == [f"ftrl_power_{dtype}"]
+    # The body of `pow` is a function of its own in float64, and lies in the kernel that calls it in the others.
+    places = re.findall(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?(\w+)\s*\((.*?)\n}", ptx, re.DOTALL)
+    assert {name for name, body in places if "fma." in body or "pow" in body} - {"__internal_accurate_pow"} == {
+        f"ftrl_power_{dtype}"
+    }

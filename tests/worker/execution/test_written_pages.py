@@ -537,7 +537,7 @@ def test_private_memory_does_not_grow(alone: Service) -> None:
 # --- where pages cannot be looked at ----------------------------------------------------------------------------------
 
 
-def test_where_pages_cannot_be_looked_at_it_says_so_once_and_arguments_are_restored(alone: Service) -> None:
+def test_where_pages_cannot_be_looked_at_any_more_it_says_so_once_and_gives_all_back(alone: Service) -> None:
     v = table(alone, 2 * PAGE_ROWS)
 
     def blind() -> None:
@@ -565,4 +565,6 @@ def test_where_pages_cannot_be_looked_at_it_says_so_once_and_arguments_are_resto
     record = alone.run_record((1,), 0, step, (np.zeros(100_000),))
     for _ in range(3):
         assert again(alone, record) == [NUMBER, 0]
+        alone.run(lambda: float(np.asarray(v)[0]))
+        assert alone.result() == 0
     assert alone.log(0).count(said) == before + 1

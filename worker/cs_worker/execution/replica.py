@@ -229,10 +229,9 @@ class Replica:
         buffers = self.buffers.fill(dense, self._commit) if dense else 0
         parts = []
         for optimizer, pairs, triples in groups:
-            rows = tuple(
-                messages.SparseGradient(number, self._placed(values), self._placed(indices))
-                for values, indices, number in sorted(triples, key=lambda triple: triple[2])
-            )
+            triples = sorted(triples, key=lambda triple: triple[2])
+            placed = iter(self._placed([array for values, indices, _ in triples for array in (values, indices)]))
+            rows = tuple([messages.SparseGradient(number, next(placed), next(placed)) for *_, number in triples])
             numbers = Numbers([number for *_, number in pairs] + [number for *_, number in triples])
             parts.append((optimizer, numbers, rows))
         self._bring_apply(parts, buffers, combining, site)
@@ -513,11 +512,14 @@ class Replica:
         self._notes.append(point)
         self.count += 1
 
-    def _placed(self, value: np.ndarray) -> Array:
-        """The array in the arena, where it stays until the run is over: a note is read later than it is made."""
+    def _placed(self, values: Sequence[Any]) -> list[Array]:
+        """The arrays in the arena, where they stay until the run is over: a note is read later than it is made."""
+        here = iter(self._shop.arena.put_all([value for value in values if isinstance(value, np.ndarray)]))
+        return [next(here) if isinstance(value, np.ndarray) else self._fetched(value) for value in values]
+
+    def _fetched(self, value: Any) -> Array:
+        """An array of the device, in the arena."""
         arena, device = self._shop.arena, self._shop.device
-        if isinstance(value, np.ndarray):
-            return arena.put(value.dtype.name, value)
         if self._shop.catalogue.carries:
             host = np.empty(value.shape, value.dtype.name)
             device.fetch([(value, host)], may_change=True)

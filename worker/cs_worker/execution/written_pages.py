@@ -75,7 +75,7 @@ class WrittenPages:
         self._shown: WeakKeyDictionary[Mapping, _Shown] = WeakKeyDictionary()
         self._protected: set[int] = set()
         self._pagemap: Pagemap | None = None
-        self._has_tried = False
+        self._is_blind = False
         # The variables that were found written since the last end of a run: the place of the write by name, where it is
         # known.
         self._found: dict[str, str] = {}
@@ -133,14 +133,13 @@ class WrittenPages:
 
     def look(self, mapping: Mapping) -> None:
         """Find the variables that were written in a mapping, and give their pages back. :meth:`refuse` and
-        :meth:`end_run` raise the error about them."""
-        shown, pagemap = self._shown.get(mapping), self._open_pagemap()
-        if shown is None or pagemap is None:
+        :meth:`end_run` raise the error about them. Where pages cannot be looked at any more, all are given back."""
+        shown = self._shown.get(mapping)
+        if shown is None:
             return
-        try:
-            own = mapping.own_pages(pagemap, shown.pages)
-        except OSError as error:
-            self._say_unseen(error)
+        own = self._own_pages(mapping, shown.pages)
+        if own is None:
+            mapping.restore(shown.pages)
             return
         if own:
             for number in _written(mapping, own, shown.ranges):
@@ -201,26 +200,23 @@ class WrittenPages:
             return
         assert isinstance(array.place, Location)
         pages = pages_of([(array.place.offset, array.place.offset + array.nbytes)])
-        pagemap = self._open_pagemap()
-        try:
-            mapping.restore(pages if pagemap is None else mapping.own_pages(pagemap, pages))
-        except OSError:
-            mapping.restore(pages)
+        own = self._own_pages(mapping, pages)
+        mapping.restore(pages if own is None else own)
 
     # --- how it is done -------------------------------------------------------------------------------------------
 
-    def _open_pagemap(self) -> Pagemap | None:
-        if not self._has_tried:
-            self._has_tried = True
-            try:
+    def _own_pages(self, mapping: Mapping, pages: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
+        """The pages, of ``pages``, that are copies of this process; None where the kernel no longer says so."""
+        try:
+            if self._pagemap is None and not self._is_blind:
                 self._pagemap = Pagemap()
-            except OSError as error:
-                self._say_unseen(error)
-        return self._pagemap
-
-    def _say_unseen(self, error: OSError) -> None:
-        self._pagemap = None
-        _log.warning("writes in place to variables are not found here, because pages cannot be looked at: %s", error)
+            return None if self._pagemap is None else mapping.own_pages(self._pagemap, pages)
+        except OSError as error:
+            self._pagemap, self._is_blind = None, True
+            _log.warning(
+                "writes in place to variables are not found here, because pages cannot be looked at: %s", error
+            )
+            return None
 
     def _error(self, since: str) -> VariableWrittenError:
         names = [f"{name!r} ({site})" if site else repr(name) for name, site in self._found.items()]

@@ -17,7 +17,7 @@ from central_storage.core.context import current_replica
 from central_storage.core.handles import handle_id
 from central_storage.optimizers import Optimizer, of_kind
 from central_storage.optimizers.checks import as_number
-from cs_proto.arithmetic.optimizers import check_change, defaults_of, rule_of
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, check_change, defaults_of, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from . import state
@@ -200,6 +200,8 @@ class CentralOptimizer(torch.optim.Optimizer):
         if first is None:
             raise InvalidArgumentError(f"{self._name(index)} has no parameters, and no group before it has any")
         strategy, self._first = strategy_of(group["params"], self._name(index), first), first
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            raise InvalidArgumentError(f"{self._name(index)} has a parameter twice; give each once")
         numbers = self._numbers(index, group)
         once = {"lazy": 1.0} if self._lazy else {}
         if self._max_value is not None:
@@ -336,7 +338,9 @@ class CentralOptimizer(torch.optim.Optimizer):
         try:
             check_change(self.kind, rule, made, numbers)
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{self._name(index)}: {error}") from error
+            is_cycled = "beta_1" in OPTIMIZERS[self.kind].fixed and numbers["beta_1"] != made["beta_1"]
+            hint = ", or cycle_momentum=False in a scheduler that changes it" if is_cycled else ""
+            raise InvalidArgumentError(f"{self._name(index)}: {error}{hint}") from error
         if rule_of(self.kind, numbers) != rule:
             name = next(name for name in made if rule_of(self.kind, {**made, name: numbers[name]}) != rule)
             raise InvalidArgumentError(

@@ -277,7 +277,8 @@ class NAdam(CentralOptimizer, torch.optim.NAdam):
     Args:
         params: Parameters that ``cst.centralize`` has prepared, or groups of them.
         lr: The learning rate.
-        betas: The decay of ``exp_avg``, and that of ``exp_avg_sq``, in [0, 1).
+        betas: The decay of ``exp_avg``, which never changes, and that of ``exp_avg_sq``, in [0, 1). OneCycleLR and
+            CyclicLR change the first one unless they get ``cycle_momentum=False``.
         eps: A small number that keeps the divisor from 0; it stands beside the corrected root.
         weight_decay: What is added to the gradient after clipping, times the parameter (L2).
         momentum_decay: The pace at which ``mu`` grows. It never changes.

@@ -108,7 +108,11 @@ def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[in
         if not rule.takes(np.dtype(spec.dtype)):
             raise InvalidArgumentError(
                 f"variable {spec.name!r} is {spec.dtype}; only floating-point variables can be optimized"
-                + (", and this rule takes no complex ones" if rule.is_real else "")
+                + (
+                    ", and this rule takes no complex ones; keep real and imaginary parts on an axis of a real one"
+                    if rule.is_real
+                    else ""
+                )
             )
         if rule.row is not None and slabs.on_device(server, spec.dtype, 1):
             raise InvalidArgumentError(

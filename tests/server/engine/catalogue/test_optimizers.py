@@ -209,5 +209,7 @@ def test_a_bound_of_every_element_is_not_for_complex_variables(book: Book) -> No
     with pytest.raises(InvalidArgumentError, match="'z' is complex64; clipvalue"):
         optimizers.variable_set(book.state, 1, (1,))
     optimizers.configure(book.state, 0, "Ftrl", FTRL)
-    with pytest.raises(InvalidArgumentError, match="this rule takes no complex ones"):
+    with pytest.raises(
+        InvalidArgumentError, match="this rule takes no complex ones; keep real and imaginary parts on an axis"
+    ):
         optimizers.variable_set(book.state, 2, (1,))

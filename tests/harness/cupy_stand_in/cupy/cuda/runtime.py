@@ -68,13 +68,21 @@ def free(ptr: int) -> None:
 
 
 def memcpy(dst: int, src: int, size: int, kind: int) -> None:
+    _check_ends(dst, src, kind)
     _machine.copy(dst, src, size, None)
 
 
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
     from cupy.cuda import _streams
 
+    _check_ends(dst, src, kind)
     _machine.copy(dst, src, size, _streams[stream] if stream else _machine.gpu().null)
+
+
+def _check_ends(dst: int, src: int, kind: int) -> None:
+    on_device = {memcpyHostToDevice: [dst], memcpyDeviceToHost: [src], memcpyDeviceToDevice: [dst, src]}
+    if any(_machine.block_at(address, 1) is None for address in on_device.get(kind, [])):
+        raise CUDARuntimeError(_machine.INVALID_VALUE)
 
 
 def memset(ptr: int, value: int, size: int) -> None:

@@ -1,9 +1,0 @@
-"""torch-alone: one process, and as many threads as torch takes by itself."""
-
-import sys
-
-from model_peers.training import TRAININGS, Alone, obey
-
-if __name__ == "__main__":
-    training = TRAININGS[sys.argv[1]]
-    obey(Alone(training, training.made(), training.batches()))
