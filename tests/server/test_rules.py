@@ -181,6 +181,13 @@ def test_numbers_of_the_other_kinds_are_made_in_double_precision() -> None:
     assert rest == np.float32(0.001) != np.float32(1) - np.float32(0.999)
 
 
+@pytest.mark.parametrize("name", ["adam", "torch_adam"])
+def test_a_number_beyond_the_dtype_is_infinite_and_warns_nobody(name: str) -> None:
+    for large in (1e4, 1e5, 1e300):
+        numbers = scalars(RULES[name], ALL | {"learning_rate": large}, 3, np.dtype(np.float32))
+        assert np.isinf(max(numbers)) == (large == 1e300)
+
+
 def test_rules_with_one_step_share_its_compiled_code_and_steps_have_names_of_their_own() -> None:
     by_kernel: dict[str, set[object]] = {}
     for rule in RULES.values():

@@ -101,9 +101,9 @@ def _bring(given: Sequence[_Given], combining: Combining) -> None:
         backend = current_replica(optimizer.strategy)
         if backend is None:
             raise ContextError(_why_not_here(optimizer))
-    for optimizer in set(optimizers) if len(given) > 1 else ():
-        if optimizers.count(optimizer) > 1:
-            raise ValueError(f"apply_gradients: optimizer {optimizer.name} appears twice; join its pairs in one list")
+    if len(set(optimizers)) < len(optimizers):
+        twice = next(each for each in optimizers if optimizers.count(each) > 1)
+        raise ValueError(f"apply_gradients: optimizer {twice.name} appears twice; join its pairs in one list")
     given = [each for each in given if each.variables]
     if backend is not None and given and not _applied_in_place(backend, given, combining):
         _apply(backend, given, combining)

@@ -19,6 +19,9 @@ from cs_server.rules import Array, summed
 __all__ = ["UNBOUNDED", "Clipping", "Workspace", "factors_together", "square_of"]
 
 
+_CLIPS = frozenset(CLIPS)
+
+
 @frozen
 class Clipping:
     """The bounds of one optimizer; None means no bound."""
@@ -30,7 +33,7 @@ class Clipping:
     @classmethod
     def of(cls, hyperparameters: Hyperparameters) -> Clipping | None:
         """The bounds that the hyperparameters set; None if they set none."""
-        if not any(name in hyperparameters for name in CLIPS):
+        if _CLIPS.isdisjoint(hyperparameters):
             return None
         return cls(**{name: hyperparameters.get(name) for name in CLIPS})
 

@@ -134,7 +134,8 @@ class Executor:
             self._dense(plain, operation.weights)
         if by_element := [step for step in steps if step.update.dense and step.by_element]:
             self._clipped(by_element, operation.weights)
-        self._rows(steps, operation.weights)
+        if tables := [step for step in steps if step.sparse]:
+            self._rows(tables, operation.weights)
 
     def _step(self, update: Update) -> _Step:
         given = dict(update.hyperparameters)

@@ -295,7 +295,10 @@ def _kinds(record: Return) -> tuple[_Kind, ...] | None:
     for k, note in enumerate(record.notes):
         if type(note) is not ApplyPoint or note.k != k or note.needs_answer:
             return None
-        sets = [(each.optimizer, each.variable_set, tuple([g.variable for g in each.sparse])) for each in note.updates]
+        sets = [
+            (each.optimizer, each.variable_set, tuple([g.variable for g in each.sparse]) if each.sparse else ())
+            for each in note.updates
+        ]
         kinds.append(_Kind(tuple(sets), note.global_clipnorm, note.clip_epsilon))
     return tuple(kinds)
 

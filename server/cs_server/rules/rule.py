@@ -225,20 +225,27 @@ def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtyp
     if not rule.takes(dtype):
         kinds = "floating-point" if rule.is_real else "floating-point and complex"
         raise InvalidArgumentError(f"only {kinds} variables can be optimized by {rule.name}, not {dtype}")
-    with np.errstate(over="ignore"):
-        if rule.rounds_first and dtype in (np.float32, np.complex64):
-            hyperparameters = _rounded(tuple(hyperparameters.items()))
-        try:
-            numbers = rule.numbers(hyperparameters, t)
-        except KeyError as missing:
-            raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
-        return tuple(map(dtype.type, numbers))
+    if rule.rounds_first and dtype.char in "fF":
+        hyperparameters = _rounded(tuple(hyperparameters.items()))
+    try:
+        numbers = rule.numbers(hyperparameters, t)
+    except KeyError as missing:
+        raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
+    if max(map(abs, numbers), default=0.0) < _FITS:
+        return (*np.array(numbers, dtype),)
+    with np.errstate(over="ignore"):  # takes longer than all else here
+        return (*np.array(numbers, dtype),)
+
+
+# A number that no dtype is too small for.
+_FITS = 2.0**15
 
 
 @lru_cache(maxsize=256)
 def _rounded(hyperparameters: tuple[tuple[str, float], ...]) -> Hyperparameters:
     """The same in single precision. Those of an optimizer are asked for at every step."""
-    return {name: float(np.float32(value)) for name, value in hyperparameters}
+    with np.errstate(over="ignore"):
+        return {name: float(np.float32(value)) for name, value in hyperparameters}
 
 
 def zeros(count: int) -> Callable[[Hyperparameters], Numbers]:

@@ -265,15 +265,15 @@ class Replica:
     ) -> None:
         known = self._shop.variable_sets
         keys = [(optimizer, numbers.ascending) for optimizer, numbers, _ in parts]
-        updates = [
-            messages.OptimizerUpdate(optimizer, found, () if found else ascending, rows)
-            for (optimizer, ascending), (_, _, rows) in zip(keys, parts, strict=True)
-            for found in [known.get((optimizer, ascending), 0)]
-        ]
+        updates = [known.get(key) or messages.OptimizerUpdate(key[0], 0, key[1]) for key in keys]
+        for which, (_, _, rows) in enumerate(parts):
+            if rows:
+                updates[which] = replace(updates[which], sparse=rows)
         point = messages.ApplyPoint(self.count, site, tuple(updates), buffers, *combining)
         if point.needs_answer:
             accepted = self._ask(point, messages.Accepted)
-            known.update(zip(keys, accepted.variable_sets, strict=True))
+            for key, number in zip(keys, accepted.variable_sets, strict=True):
+                known[key] = messages.OptimizerUpdate(key[0], number, ())
         else:
             self._note(point)
         self._written = self._written.union(*[numbers.members for _, numbers, _ in parts])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from central_storage.strategy.service_strategy import CentralStorageStrategy
-from cs_proto.messages import Forget
+from cs_proto.messages import Forget, OptimizerUpdate
 from cs_runtime.shared_memory.arena import Arena
 from cs_worker.baton import Baton
 from cs_worker.config import Config
@@ -24,8 +24,8 @@ __all__ = ["WorkerContext"]
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The objects by name. ``variable_sets`` maps (optimizer, ascending variable numbers) to the server's number of
-    this set of variables, which the optimizer updates together."""
+    """The objects by name. ``variable_sets`` maps (optimizer, ascending variable numbers) to what a replica brings for
+    this set of variables, which the optimizer updates together: it has the server's number of the set."""
 
     config: Config
     device: Device
@@ -37,7 +37,7 @@ class WorkerContext:
     controller: MergeController
     strategy: CentralStorageStrategy
     turns: Baton
-    variable_sets: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    variable_sets: dict[tuple[int, tuple[int, ...]], OptimizerUpdate] = field(default_factory=dict)
 
     def forget(self, freed: Forget) -> None:
         """Forget what the server has freed, and learn the names that changed by it."""

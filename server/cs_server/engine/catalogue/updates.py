@@ -76,9 +76,9 @@ def _check_apart(server: State, point: ApplyPoint) -> None:
 
 
 def _check_sparse(server: State, update: OptimizerUpdate) -> None:
-    named = {gradient.variable for gradient in update.sparse}
-    sparse = update.variables or server.index.sparse_of[update.variable_set]
-    check_dense(server, [number for number in sparse if number not in named])
+    if sparse := update.variables or server.index.sparse_of[update.variable_set]:
+        named = {gradient.variable for gradient in update.sparse}
+        check_dense(server, [number for number in sparse if number not in named])
 
 
 def check_dense(server: State, numbers: Iterable[int]) -> None:
@@ -150,20 +150,17 @@ def _update(
 ) -> Update:
     """The step of one optimizer on a variable set; ``given`` is what each replica brings for it. ``steps`` are those of
     ``before``, by optimizer."""
-    tables = server.tables
-    optimizer = optimizers.get(server, tables.sets[number].optimizer)
+    updated = server.tables.sets[number].variables
+    optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
+    hyperparameters = dict(optimizer.hyperparameters)
     step = optimizer.iterations + steps.get(optimizer.number, 0)
     t, more = step + 1, tuple[int, ...]()
     if counts_by_variable(optimizer.kind):
         t, more = server.index.counts.next_of(number, before)
     brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
-    sparse = tables.sets[number].variables if optimizer.rule in ROWWISE else tuple(brought)
-    by_variable = (
-        is_bounded
-        or RULES[optimizer.rule].direction is not None
-        or not _CLIPS.isdisjoint(dict(optimizer.hyperparameters))
-    )
-    groups = tuple(map(sorted(set(more)).index, more))
+    sparse = updated if optimizer.rule in ROWWISE else tuple(brought)
+    by_variable = is_bounded or RULES[optimizer.rule].direction is not None or not _CLIPS.isdisjoint(hyperparameters)
+    groups = tuple(map(sorted(set(more)).index, more)) if more else ()
     key = (number, sparse, by_variable, buffers, optimizer.exempt, groups)
     known = server.index.dense.get(key)
     if known is None:
@@ -193,9 +190,8 @@ def _update(
             array = variables.row(server, member).array
             gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
         rows.append(_rows(server, optimizer, member, tuple(gradients)))
-    updated = tables.sets[number].variables
     counts = [t + more[place] for place in (*places, *map(updated.index, sparse))] if more else ()
-    return Update(optimizer.rule, _at(step, optimizer), t, dense, tuple(rows), counts=tuple(counts))
+    return Update(optimizer.rule, _at(step, optimizer, hyperparameters), t, dense, tuple(rows), counts=tuple(counts))
 
 
 def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tuple[Array, Array | None], ...]) -> Rows:
@@ -254,10 +250,9 @@ def _ranges_of(
     return [(dtype, rule, ranges, group) for (dtype, rule, group), ranges in found.items() if ranges]
 
 
-def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
-    """The hyperparameters of the update that follows ``step`` earlier ones."""
-    schedule, given = optimizer.schedule, dict(optimizer.hyperparameters)
-    decay = given.get("decay")
+def _at(step: int, optimizer: Optimizer, given: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """The hyperparameters of the update that follows ``step`` earlier ones; ``given`` are the optimizer's."""
+    schedule, decay = optimizer.schedule, given.get("decay")
     if schedule is None and not decay:
         return optimizer.hyperparameters
     now = given["learning_rate"] if schedule is None else rate(schedule.kind, schedule.numbers, step)
