@@ -88,7 +88,7 @@ def _compare(before: Snapshot) -> Leftovers:
         [process for process in _processes(before.pids) if not _is_restarted(process, before)],
         [thread for thread in threading.enumerate() if thread not in before.threads and _counts(thread)],
         _new_descriptors(before),
-        sorted(_files() - before.files),
+        sorted(path for path in _files() - before.files if not _is_in_use(path)),
     )
 
 
@@ -151,6 +151,17 @@ def _files() -> set[Path]:
             if path.stat().st_uid == os.getuid():
                 found.add(path)
     return found
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether another process has mapped the file. It may belong to a test that runs beside this one; if the process is
+    ours, it is found itself."""
+    if path.parent == Path("/dev/shm"):
+        for pid in psutil.pids():
+            with suppress(OSError):
+                if pid != os.getpid() and str(path) in Path(f"/proc/{pid}/maps").read_text():
+                    return True
+    return False
 
 
 def _named(directory: str, *beginnings: str) -> Iterator[Path]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from .leftovers import since, take
 from .processes import Ended, run
 
 LEAVES = '''
@@ -81,3 +84,20 @@ def test_nothing_left_is_no_error_and_a_failure_stays_one_failure(session: Ended
 def test_a_failure_shows_the_logs(session: Ended) -> None:
     assert "log server.log" in session.out
     assert "the last words of the server" in session.out
+
+
+def test_shared_memory_is_left_behind_unless_another_process_uses_it() -> None:
+    path = Path("/dev/shm", f"psm_{os.getpid()}")
+    holds = "import mmap, sys; f = open(sys.argv[1]); m = mmap.mmap(f.fileno(), 1, prot=1); print(); input()"
+    before = take()
+    path.write_bytes(b"1")
+    try:
+        command = [sys.executable, "-u", "-c", holds, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            assert not since(before, timeout=0).files
+            other.communicate("\n")
+        assert since(before, timeout=0).files == [path]
+    finally:
+        path.unlink()
