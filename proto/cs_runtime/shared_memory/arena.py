@@ -76,13 +76,12 @@ class Arena:
         for value in values:
             starts.append(total)
             total += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        whole = self.new("uint8", (total,))
-        memory, placed = self.view(whole), []
-        assert isinstance(whole.place, Location)
-        segment, first = whole.place.segment, whole.place.offset
+        whole, placed = self.new("uint8", (total,)).place, []
+        assert isinstance(whole, Location)
+        assert self._mapping is not None
         for value, start in zip(values, starts, strict=True):
-            memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)[...] = value
-            placed.append(Array(value.dtype.name, value.shape, Location(segment, first + start)))
+            placed.append(Array(value.dtype.name, value.shape, Location(whole.segment, whole.offset + start)))
+            self._mapping.write(placed[-1], value)
         return placed
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:

@@ -58,6 +58,8 @@ def test_many_values_lie_in_one_piece() -> None:
         assert offset(array) % 64 == 0
         np.testing.assert_array_equal(made.view(array), value, strict=True)
     assert offset(made.new("uint8", (1,))) == 192
+    (swapped,) = made.put_all([np.arange(3, dtype=">i4")])
+    assert made.view(swapped).tolist() == [0, 1, 2]
     assert Arena(lambda: pytest.fail("the segment was opened")).put_all([]) == []
 
 
