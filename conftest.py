@@ -2,4 +2,6 @@
 
 import importlib.util
 
-collect_ignore = [f"client/central_storage/{name}" for name in ("torch",) if importlib.util.find_spec(name) is None]
+collect_ignore = [
+    f"client/central_storage/{name}" for name in ("jax", "torch") if importlib.util.find_spec(name) is None
+]

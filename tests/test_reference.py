@@ -34,6 +34,8 @@ def test_what_the_tables_of_the_reference_name_exists() -> None:
         bases = [
             base for cls in shown.values() if inspect.isclass(cls) for base in cls.__mro__ if base.__name__ == name
         ]
+        if not bases and len(reference.FRAMEWORKS) < 2:
+            continue  # a class of a package whose framework is not installed
         for member in members.split():
             assert any(hasattr(base, member) for base in bases), (name, member)
     assert shown.keys() >= {name for name in reference.MADE if _is_here(name)}
