@@ -56,8 +56,8 @@ test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, w
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)
 
 test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX, and data sets of torch, grain and Hugging Face, which are installed first
-	@$(BIN)/python -m pytest tests/interop client/central_storage/torch --ignore=tests/interop/jax
-	@$(BIN)/python -m pytest tests/interop/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
+	@$(PYTEST) tests/interop client/central_storage/torch --ignore=tests/interop/jax
+	@$(PYTEST) tests/interop/jax client/central_storage/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
 
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
 	@tests/tools/run $(BIN)/python

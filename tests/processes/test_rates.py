@@ -267,7 +267,7 @@ def test_a_repeated_step_has_its_numbers_and_brings_them_once(
     assert model.state == expected
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_server_that_is_killed_at_every_place(
     lookahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[Any]
 ) -> None:
