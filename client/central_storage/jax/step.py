@@ -197,7 +197,7 @@ class Step(Closed):
             replicas = len(batch.weights.values) if isinstance(batch.weights, DistributedValues) else 1
             if replicas != n:
                 raise InvalidArgumentError(
-                    f"the batch is split over {replicas} replicas, and the strategy of the model has {n}: call "
+                    f"the batch is split over {replicas} replica(s), and the strategy of the model has {n}: call "
                     "csj.batches with that strategy"
                 )
             return batch

@@ -26,8 +26,8 @@ Weigh = Callable[[Any], Any]
 
 #: The key of a batch that is prepared: a dict of one entry, since plain containers are pickled fastest. Its value is a
 #: tuple: the data, of which every array has as many rows as all replicas take together; a row for each replica, int64,
-#: of the number of rows and of flags which arrays are the bits of bfloat16, a dtype that NumPy does not have; and
-#: what each row counts, float64 with the sum 1, or None if all count the same.
+#: of the number of rows, the number of replicas and flags which arrays are the bits of bfloat16, a dtype that NumPy
+#: does not have; and what each row counts, float64 with the sum 1, or None if all count the same.
 _KEY = "central_storage.torch.batch"
 
 Batch: TypeAlias = dict[str, tuple[Any, Any, Any]]
@@ -148,7 +148,7 @@ def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
         order = np.concatenate([np.arange(rows), np.arange(rows, replicas * size) % size])
         data = optree.tree_map(lambda leaf: None if leaf is None else leaf[order], data, none_is_leaf=True)
         weights = None if weights is None else np.where(np.arange(replicas * size) < rows, weights[order], 0.0)
-    return {_KEY: (data, np.tile(np.array([rows, *are_bits], np.int64), (replicas, 1)), weights)}
+    return {_KEY: (data, np.tile(np.array([rows, replicas, *are_bits], np.int64), (replicas, 1)), weights)}
 
 
 def _as_bits(batch: Any, found: list[Any]) -> Any:
@@ -192,7 +192,12 @@ def share_of(batch: Batch | tuple[Any, Any, Any], replica: int, replicas: int) -
     """In a replica: the data of its share, without rows that are not its own unless it has none, and the share; also
     what each row counts."""
     data, about, weights = batch[_KEY] if isinstance(batch, dict) else batch
-    count, are_bits = int(about[0, 0]), about[0, 1:]
+    count, prepared_for, are_bits = int(about[0, 0]), int(about[0, 1]), about[0, 2:]
+    if prepared_for != replicas:
+        raise InvalidArgumentError(
+            f"the batch is split over {prepared_for} replica(s), and the strategy of the model has {replicas}: call "
+            "cst.batches with that strategy"
+        )
     if are_bits.any():
         data = _from_bits(data, are_bits)
     size = -(-count // replicas)

@@ -173,9 +173,9 @@ def test_a_batch_of_another_strategy_is_refused(two: cs.CentralStorageStrategy) 
     train = csj.step(model, csj.optim.sgd(0.5))(mean_loss)
     with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as other:
         theirs = csj.batches(other, [rows_of(0, 4)])
-        with pytest.raises(cs.errors.InvalidArgumentError, match="split over 1 replicas"):
+        with pytest.raises(cs.errors.InvalidArgumentError, match="split over 1 replica"):
             train(next(iter(theirs)))
-        with pytest.raises(cs.errors.InvalidArgumentError, match="split over 1 replicas"):
+        with pytest.raises(cs.errors.InvalidArgumentError, match="split over 1 replica"):
             list(train.ahead(theirs))
     assert_close(model, parameters(), 0)
 

@@ -96,3 +96,25 @@ def test_wrong_arguments_are_named(two: cs.CentralStorageStrategy) -> None:
         cst.batches(None, [])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="weight must be a function of a batch"):
         cst.batches(two, [], weight=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_batches_of_another_strategy_are_refused(two: cs.CentralStorageStrategy, replicas: int) -> None:
+    model, _ = centralized(two, nn.Linear(1, 1))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
+    before = model.state_dict()["weight"].clone()
+    loader = [torch.arange(12.0).reshape(12, 1)]
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    devices = [f"cpu:{number}" for number in range(replicas)]
+    with (
+        cs.CentralStorageStrategy(devices, in_process=True) as other,
+        pytest.raises(cs.errors.InvalidArgumentError, match=rf"split over {replicas} replica\(s\), .* has 2"),
+    ):
+        train(next(iter(cst.batches(other, loader))))
+    assert torch.equal(model.state_dict()["weight"], before)
+    train(next(iter(cst.batches(two, loader))))
+    assert not torch.equal(model.state_dict()["weight"], before)
