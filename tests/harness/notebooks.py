@@ -13,6 +13,7 @@ import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from .processes import is_alive
 from .timing import unit
 
 __all__ = ["Kernel", "notebook"]
@@ -31,8 +32,8 @@ class Kernel:
         return psutil.Process(self._client.km.provisioner.pid)
 
     def children(self) -> list[psutil.Process]:
-        """All processes that the kernel has started."""
-        return self.process.children(recursive=True)
+        """The processes that the kernel has started and that have not ended."""
+        return [each for each in self.process.children(recursive=True) if is_alive(each)]
 
     async def run(self, code: str) -> str:
         """Run a cell; what it prints and shows, and the end of its traceback."""

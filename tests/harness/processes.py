@@ -26,7 +26,7 @@ from cs_runtime.transport.readiness import is_readable
 
 from .timing import unit
 
-__all__ = ["MAILBOXES", "MARK", "ROOT", "Child", "Ended", "living_after", "marked", "reap", "run", "start"]
+__all__ = ["MAILBOXES", "MARK", "ROOT", "Child", "Ended", "is_alive", "living_after", "marked", "reap", "run", "start"]
 
 #: The environment variable by which a process is known to belong to a test session, and to which child of it.
 MARK = "CS_TEST_ID"
@@ -232,7 +232,7 @@ def marked_process(pid: int, mark: str) -> psutil.Process | None:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         if any((entry + b"/").startswith(wanted + b"/") for entry in environment.split(b"\0")):
             process = psutil.Process(pid)
-            return process if _is_alive(process) else None
+            return process if is_alive(process) else None
     return None
 
 
@@ -271,7 +271,8 @@ def describe(process: psutil.Process) -> str:
         return f"pid {process.pid}: has just ended"
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended, even if nobody has taken note of its end."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
