@@ -310,6 +310,8 @@ class ControllerCore:
                 self._welcome, self.workers = record, record.workers
                 self._peers = [worker_name(worker.replica) for worker in record.workers]
                 self._held = [HeldFunctions() for _ in record.workers]
+                for worker in record.workers:
+                    self._deaths.took_place(worker)
         return self._hear_answer(record, now)
 
     def _hear_answer(self, record: Record, now: float) -> list[Command]:
@@ -349,11 +351,13 @@ class ControllerCore:
     def _take_up(self, restarted: messages.WorkerRestarted) -> list[Command]:
         """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
         server names. Arguments still lie where they were; it holds no function."""
+        if self._welcome is None:
+            return []  # the Welcome will name this worker
         worker = restarted.worker
         replica, name = worker.replica, self._peers[worker.replica]
         if worker.incarnation <= self.workers[replica].incarnation:
             return []
-        self._deaths.took_place(replica)
+        self._deaths.took_place(worker)
         self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
         commands: list[Command] = [Connect(worker)]
         if self._prepared is not None:

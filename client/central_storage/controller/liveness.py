@@ -49,9 +49,11 @@ class Liveness:
         """Another server is in the place of one that died."""
         self._server = None
 
-    def took_place(self, replica: int) -> None:
-        """Another worker is in the place of one that died."""
-        self._restarting.pop(replica, None)
+    def took_place(self, worker: Worker) -> None:
+        """``worker`` is in the place of those of its replica before it."""
+        died = self._restarting.get(worker.replica)
+        if died is not None and died.incarnation < worker.incarnation:
+            del self._restarting[worker.replica]
 
     def has_worker(self, replica: int) -> bool:
         """Whether somebody lives who is that replica, as far as is known."""

@@ -60,7 +60,7 @@ from cs_proto.messages import (
     VariableSpec,
     WaitReport,
 )
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 W0, W1 = b"w0", b"w1"
 INTERRUPTED = fault("KeyboardInterrupt")
@@ -166,6 +166,20 @@ def test_hello_is_answered_by_a_welcome() -> None:
     assert core.hear(welcome(2, pid=9), 0.0) == []
     assert question.is_over
     assert (core.server_pid, core.workers) == (9, (worker(0), worker(1)))
+
+
+def test_a_worker_that_is_named_before_the_welcome_is_in_it() -> None:
+    book = Playbook()
+    question, _ = book.core.hello(book.now)
+    book.on(Hears(died("worker", 1)))
+    book.on(Hears(restarted(1, 1)))
+    book.on(Hears(replace(welcome(2), workers=(worker(0), worker(1, 2)))))
+    assert question.is_over
+    book.core.leave(question)
+    book.on(Hears(restarted(1, 1)))  # it is known
+    assert book.core.workers == (worker(0), worker(1, 2))
+    book.on(Sends(), *runs(1, brings=True)).on(Settles())
+    book.on(CtrlC(), *cancels(1, 0, 1)).on(Hears(counters(1)), *interrupts(1, 0))
 
 
 def test_a_refused_hello_is_raised() -> None:

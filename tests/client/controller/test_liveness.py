@@ -24,7 +24,9 @@ def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
     )
     assert not deaths.has_worker(1)
     deaths.server_serves()
-    deaths.took_place(1)
+    deaths.took_place(WORKER)  # the one that died
+    assert not deaths.has_worker(1)
+    deaths.took_place(Worker(1, 2, 42, "cpu:1", "ipc:///run/w1.2"))
     assert deaths.restarts_named() == ""
     assert deaths.has_worker(1)
 
