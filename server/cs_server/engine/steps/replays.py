@@ -157,7 +157,7 @@ def _owes_from(server: State, replica: int) -> int:
     owed = [
         run[0]
         for run in known
-        if server.tables.runs[run].failure is None
+        if not server.tables.runs[run].is_finished
         and server.tables.stands[run, replica].returned is None
         and not server.tables.stands[run, replica].is_lost
     ]

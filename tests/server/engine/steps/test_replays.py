@@ -577,6 +577,18 @@ def test_a_cancelled_run_does_not_wait_for_a_worker_that_is_started_again() -> N
     book.on(hears(w(1, 2), register(1, 2)), *again(1), Send(CONTROLLER, WorkerRestarted((2,), worker(1, 2))))
 
 
+def test_a_new_worker_that_was_named_owes_a_run_that_is_cancelled_then() -> None:
+    """Its name is lost with the server, so the next server names it again."""
+    book = Playbook(2).begin()
+    book.does(returned(0, 0, incarnation=1))
+    replaced(book, 1, owes=1)
+    book.on(hears(CONTROLLER, Cancel((1,))))
+    again = book.does(hears(CONTROLLER, Hello(1, "controller", "c", 7)))
+    assert again[1:] == [Send(CONTROLLER, WorkerRestarted((1,), worker(1, 2)))]
+    book.on(hears(CONTROLLER, Resent((1,), 1)))
+    book.on(returned(1, 0), to(CONTROLLER, RunFinished, "KeyboardInterrupt"))
+
+
 def test_a_controller_that_comes_meanwhile_waits_for_its_welcome() -> None:
     book = Playbook(2)
     for replica in range(2):
