@@ -3,7 +3,8 @@
 A run and those nested in it are replayed if nothing of them is committed. The records of the run stay and answer the
 replay, ``replay_check`` compares the replay with them, and the other replicas wait. A run that kills the same replica
 twice is given up. The sender of runs hears of the new worker when that may begin one. It may not begin one while a step
-from which the replica has returned is still to be committed, because variables are read without asking.
+from which the replica has returned is still to be committed, because variables are read without asking; nor while a run
+fails, because the sender knows only at its end which runs never begin.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def fingerprinted(server: State, event: Fingerprinted) -> None:
 
 def announce(server: State) -> None:
     """Tell the controller of new workers, once they may begin a run."""
-    if commits.is_busy(server):
+    if commits.is_busy(server) or _is_failing(server):
         return
     for replica, session in server.tables.workers.items():
         if session.is_announced or replica in server.tables.deaths or _is_returning(server, replica):
@@ -141,6 +142,11 @@ def _begin(server: State, run: RunId, replica: int) -> None:
 def _tree(server: State, top: RunId) -> list[RunId]:
     """The run and those nested in it, outermost first."""
     return sorted((run for run in server.tables.runs if run[: len(top)] == top), key=len)
+
+
+def _is_failing(server: State) -> bool:
+    """Whether a run fails and is not over. Nobody may begin a later one, which would end it for those who are in it."""
+    return any(len(run) == 1 and s.failure is not None and not s.is_finished for run, s in server.tables.runs.items())
 
 
 def _is_returning(server: State, replica: int) -> bool:

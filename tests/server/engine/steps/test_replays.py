@@ -448,6 +448,20 @@ def test_nobody_is_told_of_a_worker_while_a_step_it_returned_from_is_not_over() 
     ]
 
 
+def test_nobody_is_told_of_a_worker_while_a_run_fails() -> None:
+    """Else it would begin the step after, and the one that fails would be over before the other replica returns."""
+    book = Playbook(2).begin()
+    book.does(fell(0))
+    book.on(hears(CONTROLLER, Cancel((1,), 2)))
+    book.on(hears(w(0, 2), register(0, 2)), *again(0))
+    book.on(
+        hears(w(1), Return((1,), 1, 1, (), 0, result(1), None, 1)),
+        Send(w(1), StepFinished((1,), True)),
+        to(CONTROLLER, RunFinished, "KeyboardInterrupt"),
+        Send(CONTROLLER, WorkerRestarted((2,), worker(0, 2))),
+    )
+
+
 WROTE = notes_write(0, 0, scalar(4), variable=3, op="assign_add")
 
 
