@@ -20,7 +20,7 @@ def cancel(server: State, record: Cancel, now: float) -> None:
     if cancelled is None:
         return
     if len(cancelled) == 1:
-        runs.begin(server, cancelled, now)
+        runs.begin(server, cancelled, now, is_cancelled=True)
     for run, state in server.tables.runs.items():
         if run[: len(cancelled)] == cancelled and not state.is_finished:
             error = error_of(KeyboardInterrupt(f"{runs.name(run)} was cancelled"), merge_index=state.agreed)

@@ -232,9 +232,10 @@ def siblings(server: State, run: RunId) -> list[RunId]:
     return [o for o in server.tables.runs if len(o) == len(run) and o[:-2] == run[:-2] and o != run]
 
 
-def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
+def begin(server: State, run: RunId, now: float, series: int = 0, *, is_cancelled: bool = False) -> None:
     """Make the records of ``run`` if there are none, and drop the runs before it. Of earlier steps of the same
-    ``series`` keep the outcome: the controller may still ask for it."""
+    ``series`` keep the outcome: the controller may still ask for it. A Cancel, which does not name the series, keeps
+    all outcomes."""
     if run in server.tables.runs:
         return
     if len(run) > 1:
@@ -242,7 +243,8 @@ def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
         if parent is None or parent.token != run[-2]:
             raise PeerProtocolError(f"{name(run)} is nested in a merge_call that no worker is running")
     for other in siblings(server, run):
-        if series and _is_step(server, other, series):
+        is_kept = is_cancelled and server.tables.runs[other].is_finished
+        if is_kept or (series and _is_step(server, other, series)):
             _forget_points(server, other)
         elif not blocks(server, other):
             drop(server, other)

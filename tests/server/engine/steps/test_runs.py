@@ -403,6 +403,21 @@ def test_cancelling_steps_may_come_before_the_next_one_begins() -> None:
     book.repeat_all()
 
 
+def test_cancelling_steps_forgets_no_end_of_the_steps_before() -> None:
+    """The end of step 2 may be lost with the server, for a worker and for the controller."""
+    book = training()
+    for replica in (0, 1):
+        book.does(returns(replica, 0, run=(2,), series=2))
+    book.on(hears(CONTROLLER, Cancel((2,), 1)))
+    ended = to(CONTROLLER, RunFinished, run=(2,))
+    book.on(returns(1, 0, run=(2,), series=2), *over(2), ended)
+    book.on(hears(CONTROLLER, Hello(PROTOCOL, "controller", "c", 7)), to(CONTROLLER, Welcome), *over(2), ended)
+    book.on(returns(0, 0, run=(3,), series=2))
+    cancelled = to(CONTROLLER, RunFinished, "KeyboardInterrupt", run=(3,))
+    book.on(returns(1, 0, run=(3,), series=2), *over(3, failed=True), cancelled)
+    book.repeat_all()
+
+
 def test_cancelling_steps_that_are_all_over_changes_nothing() -> None:
     book = training()
     for run in (2, 3):
