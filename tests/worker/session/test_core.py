@@ -348,6 +348,25 @@ def test_what_is_no_step_of_that_series_waits_for_nothing(after: messages.Run) -
     play.on(Takes(step(4, 1)))
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_series_goes_on_after_a_run_that_was_sent_behind_a_failure(is_late: bool) -> None:
+    """A server that has forgotten a step says that it failed: what was sent before that run is dropped."""
+    play = Play()
+    play.on(Hears(CONTROLLER, step(1, 1)))
+    play.on(Takes(step(1, 1)))
+    play.on(Says((1,), returned(1)))
+    play.on(Hears(CONTROLLER, step(2, 1)))
+    failed = Hears(SERVER, StepFinished((1,), True)), Drop(CONTROLLER, step(2, 1), FAILED)
+    if not is_late:
+        play.on(*failed)
+    play.on(Hears(CONTROLLER, run(3)))
+    if is_late:
+        play.on(*failed)
+    play.on(Hears(CONTROLLER, step(4, 1)))
+    play.on(Takes(run(3)))
+    play.on(Takes(step(4, 1)))
+
+
 def test_the_end_of_another_step_begins_none() -> None:
     play = Play()
     play.play(SERIES[:6])

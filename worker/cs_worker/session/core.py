@@ -176,7 +176,9 @@ class SessionCore:
         self._run: tuple[bytes, RunId] | None = None
         self._cancelled: tuple[bytes, messages.Cancel] | None = None
         self._gone_controller = b""
-        # The last step that began, until the server says that it is over; and the series that failed last.
+        # The last step that began, until the server says that it is over; and the series that failed last, until the
+        # controller sends another run: it has heard the end of all before, and may go on with the series if a server
+        # that has forgotten a step took it as failed.
         self._step: tuple[bytes, Run] | None = None
         self._failed: tuple[bytes, int] | None = None
         # The waits that are under way, outermost first, and None for each nested run that is carried out in one.
@@ -363,7 +365,10 @@ class SessionCore:
         if not failed:
             return []
         self._failed = (controller, step.series)
-        return self._drop_work(self._is_of_failed_series, "a step before it failed")
+        dropped = self._drop_work(self._is_of_failed_series, "a step before it failed")
+        if any(isinstance(work, Run) for _, work in self._work):
+            self._failed = None
+        return dropped
 
     def _hear_supervisor(self, record: Record) -> list[Output]:
         if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
@@ -392,6 +397,8 @@ class SessionCore:
             return [Drop(controller, record, "its controller has gone")]
         if self._is_of_failed_series(controller, record):
             return [Drop(controller, record, "a step before it failed")]
+        if isinstance(record, Run):
+            self._failed = None
         self._work.append((controller, record))
         return []
 

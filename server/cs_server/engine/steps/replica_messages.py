@@ -103,8 +103,11 @@ def _ask_again(server: State, peer: bytes, record: Ask, stand: ReplicaProgress) 
 def returned(server: State, peer: bytes, record: Return, now: float) -> None:
     """Record a replica's result. If the run is finished, repeat the answer."""
     run, replica = record.run, record.replica
-    if runs.is_of_another(server, run, record.client) or runs.is_over(server, run, record.series):
+    is_of_another = runs.is_of_another(server, run, record.client)
+    if is_of_another or runs.is_over(server, run, record.series):
         server.out.append(Log(f"replica {replica} returned from {runs.name(run)}, which is over"))
+        if record.series and not is_of_another and not runs.has_gone_on(server, run, replica):
+            server.out.append(Send(peer, StepFinished(run, True)))
         return
     runs.begin(server, run, now, record.series)
     runs.change(server, run, record.changes)

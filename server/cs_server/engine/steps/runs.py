@@ -206,6 +206,12 @@ def is_over(server: State, run: RunId, series: int = 0) -> bool:
     return series > 0 and any(_has_failed_in(server, series, other) for other in others)
 
 
+def has_gone_on(server: State, run: RunId, replica: int) -> bool:
+    """Whether ``replica`` is in a later run than ``run``, or was. Else it may have missed the end of ``run``."""
+    later = (server.tables.stands[other, replica] for other in siblings(server, run) if other > run)
+    return any(stand.count or stand.is_waiting or stand.returned is not None for stand in later)
+
+
 def is_of_another(server: State, run: RunId, client: str) -> bool:
     """Whether ``run`` belongs to a client that has left. The server has forgotten such a run, but a worker repeats its
     last message to a restarted server."""

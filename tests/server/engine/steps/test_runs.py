@@ -343,10 +343,22 @@ def test_after_a_step_that_failed_none_of_its_series_begins() -> None:
     book.on(returns(1, 0, run=(2,), series=2), *over(2, failed=True), to(CONTROLLER, RunFinished, "KeyError"))
     is_over = to(w(0), PointFailed, "cs.ContextError", "run 3 is over", ends_run=True)
     book.on(asks(0, reduces(0, scalar(1)), run=(3,), series=2), is_over)
-    book.on(returns(1, 0, run=(4,), series=2), Says("returned from run 4, which is over"))
+    book.on(returns(1, 0, run=(4,), series=2), Says("returned from run 4, which is over"), over(4, failed=True)[1])
     book.on(returns(0, 0, run=(5,)))
     book.on(returns(1, 0, run=(5,)), to(CONTROLLER, RunFinished, run=(5,)))
     book.repeat_all()
+
+
+def test_who_missed_the_end_of_a_step_hears_it_when_a_later_run_has_begun() -> None:
+    """The server may have died with the message, and the others gone on: step 3 waits in this worker's queue."""
+    book = training()
+    for replica in (0, 1):
+        book.does(returns(replica, 0, run=(2,), series=2, raises="KeyError"))
+    book.on(returns(0, 0, run=(4,), series=4))
+    is_over = Says("returned from run 2, which is over")
+    book.on(returns(1, 0, run=(2,), series=2, raises="KeyError"), is_over, over(2, failed=True)[1])
+    book.on(returns(0, 0, run=(2,), series=2, raises="KeyError"), is_over)  # late: it has gone on
+    book.on(returns(1, 0, run=(4,), series=4), *over(4), to(CONTROLLER, RunFinished, run=(4,)))
 
 
 def test_another_series_begins_after_one_that_failed() -> None:
