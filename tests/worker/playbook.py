@@ -139,14 +139,14 @@ class Play:
         """A server that begins to serve now is told these records again."""
         self.expect(self.core.server_serves(), [SendServer(record) for record in records])
 
-    def unwind(self) -> None:
-        """All waits and nested runs end without an answer, and so does the run."""
+    def unwind(self) -> list[Output]:
+        """All waits and nested runs end without an answer, and so does the run: what follows from its end."""
         while self._open:
             if self._open.pop() is None:
                 self.core.end_nested_run()
             else:
                 self.core.end_wait()
-        self.core.end_run()
+        return self.core.end_run()
 
     def _happen(self, event: Event) -> list[Output]:
         core = self.core
@@ -156,16 +156,18 @@ class Play:
                 self._follow(sender, record, outputs)
                 return outputs
             case Takes(work):
-                core.end_run()
+                outputs = core.end_run()
                 taken = core.next_work()
                 assert taken is not None, "\n".join([*self.transcript, f"{work} may not begin"])
                 assert taken == self.queued.pop(0)
                 assert taken[1] == work
                 if isinstance(work, Run):
                     core.begin_run(taken[0], work)
+                return outputs
             case Idles():
-                core.end_run()
+                outputs = core.end_run()
                 assert core.next_work() is None, "\n".join([*self.transcript, "something may begin"])
+                return outputs
             case Says(path, record):
                 core.note_said(path, record)
             case Waits(question, merge_point):

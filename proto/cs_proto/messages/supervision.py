@@ -171,7 +171,8 @@ class Kill(Record):
 @record(126)
 class ClientGone(Record):
     """Supervisor to server: this controller's connection has ended, with or without Goodbye. Server to supervisor: the
-    controller's runs are given up. Supervisor to workers, with a SIGINT: stop and drop the controller's runs."""
+    controller's runs are given up. Supervisor to workers, with a SIGINT: stop and drop the controller's runs. Worker to
+    server: no other Return from the controller's runs comes."""
 
     client: str
 

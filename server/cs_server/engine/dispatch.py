@@ -8,6 +8,7 @@ from cs_proto.messages import (
     Assign,
     AssignSlot,
     Cancel,
+    ClientGone,
     Configure,
     Create,
     Describe,
@@ -140,6 +141,8 @@ def _receive(server: State, peer: bytes, record: Record, now: float) -> None:
         case Goodbye():
             if sessions.goodbye(server, peer, record):
                 endings.cancel_all(server, now)
+        case ClientGone():
+            endings.dropped(server, peer, record)
         case _:
             raise PeerProtocolError(f"a {type(record).__name__} is not a message for the server")
 

@@ -235,6 +235,12 @@ def controller_peer(server: State) -> bytes | None:
     return None
 
 
+def controlling_client(server: State) -> str:
+    """The name of the controller; empty if there is none."""
+    peer = controller_peer(server)
+    return "" if peer is None else server.tables.clients[peer].hello.client
+
+
 def hello_of(server: State, peer: bytes) -> Hello | None:
     """What the client at ``peer`` said of itself. None if it is not welcome yet."""
     session = server.tables.clients.get(peer)

@@ -76,6 +76,7 @@ REPLACED = Refused(0, error_of(Fenced("w1.1 has been replaced")))
 FAILED = "a step before it failed"
 TAKEN = "it was taken already"
 GONE = "its controller has gone"
+SAYS_GONE = SendServer(ClientGone(CLIENT))
 NOT_NESTED_HERE = "runs come from a controller, nested runs from the merge_call that waits here"
 NOT_WORK = "a worker accepts Prepare, Run, Cancel and Forget from a controller only"
 
@@ -210,15 +211,29 @@ def test_a_cancel_meets_its_runs_and_no_other(scenario: tuple[Line, ...], cancel
 def test_a_controller_that_goes_takes_its_runs_along(scenario: tuple[Line, ...]) -> None:
     for play, _, _ in cuts(scenario):
         drops = [Drop(sender, work, GONE) for sender, work in play.queued]
-        play.on(Hears(SUPERVISOR, ClientGone(CLIENT)), *drops, NoteCancel())
-        assert play.core.is_cancelled() == (play.core.run_under_way is not None), play.transcript
-        play.unwind()
+        is_under_way = play.core.run_under_way is not None
+        says = [] if is_under_way else [SAYS_GONE]
+        play.on(Hears(SUPERVISOR, ClientGone(CLIENT)), *drops, NoteCancel(), *says)
+        assert play.core.is_cancelled() == is_under_way, play.transcript
+        play.expect(play.unwind(), [SAYS_GONE] if is_under_way else [])
         for late in (run(7), step(8, 8), PREPARE):
             play.on(Hears(CONTROLLER, late), Drop(CONTROLLER, late, GONE))
         play.on(Idles())
         play.on(Hears(b"cbeef", step(1, 1)))
         play.on(Takes(step(1, 1)))
         assert not play.core.is_cancelled(), play.transcript
+
+
+@every_scenario
+def test_a_new_server_hears_once_more_that_a_controller_has_been_left(scenario: tuple[Line, ...]) -> None:
+    for play, played, _ in cuts(scenario):
+        told = played[-1].told if played else ()
+        is_under_way = play.core.run_under_way is not None
+        play.core.hear(SUPERVISOR, ClientGone(CLIENT))
+        for _ in range(2):
+            play.expect_told([*told, *([] if is_under_way else [ClientGone(CLIENT)])])
+        play.unwind()
+        assert play.core.server_serves()[-1:] == [SAYS_GONE]
 
 
 @every_scenario
@@ -327,7 +342,7 @@ def test_the_controller_may_go_before_the_registration() -> None:
     play = Play(is_registered=False)
     play.on(Hears(CONTROLLER, run(1)))
     play.on(Hears(SUPERVISOR, ClientGone(CLIENT)), Drop(CONTROLLER, run(1), GONE), NoteCancel())
-    play.on(Hears(SERVER, REGISTERED), READY)
+    play.on(Hears(SERVER, REGISTERED), READY, SAYS_GONE)
     play.on(Idles())
 
 

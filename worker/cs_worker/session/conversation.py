@@ -59,7 +59,7 @@ class Conversation:
 
     def next_work(self) -> tuple[bytes, core.Work]:
         """The controller's next record to act on, and the controller's identity. The run before it is over."""
-        self.session.end_run()
+        self._carry_out(self.session.end_run())
         while (work := self.session.next_work()) is None:
             self._receive(None, self.session.quiet_peer)
         return work

@@ -219,9 +219,11 @@ class SessionCore:
         self._said.clear()
         self._taken.clear()
 
-    def end_run(self) -> None:
+    def end_run(self) -> list[Output]:
         """The run has returned, and its Return has been said."""
+        controller = self._run[0] if self._run is not None else None
         self._run = None
+        return self._confirm_gone() if controller == self._gone_controller else []
 
     def end_nested_run(self) -> None:
         """The run of the last :class:`Execute` has returned, and its Return has been said."""
@@ -277,7 +279,8 @@ class SessionCore:
         if self.registered is None:
             return [SendServer(self._register)]
         questions = [wait.question for wait in self._waiting if wait is not None and wait.question is not None]
-        return [SendServer(record) for record in (*(said for _, said in self._said), *questions)]
+        again = [SendServer(record) for record in (*(said for _, said in self._said), *questions)]
+        return [*again, *self._confirm_gone()]
 
     # --- waits --------------------------------------------------------------------------------------------------------
 
@@ -344,7 +347,7 @@ class SessionCore:
             return [RefuseRegistration(f"the server refuses worker {name}: {record.error.message}")]
         if isinstance(record, messages.Registered):
             self.registered = record
-            return [SendSupervisor(messages.Ready(self._register.worker.endpoint))]
+            return [SendSupervisor(messages.Ready(self._register.worker.endpoint)), *self._confirm_gone()]
         return [Drop(SERVER, record, "this worker is not registered yet")]
 
     def _hear_server(self, record: Record) -> list[Output]:
@@ -377,8 +380,16 @@ class SessionCore:
             return self.server_serves()
         elif isinstance(record, messages.ClientGone):
             self._gone_controller = _CONTROLLER + record.client.encode()
-            return [*self._drop_work(self._is_of_gone_controller, "its controller has gone"), NoteCancel()]
+            dropped = self._drop_work(self._is_of_gone_controller, "its controller has gone")
+            return [*dropped, NoteCancel(), *self._confirm_gone()]
         return []
+
+    def _confirm_gone(self) -> list[Output]:
+        """Tell the server that of the controller that has gone no other run is carried out here, once none is."""
+        is_under_way = self._run is not None and self._run[0] == self._gone_controller
+        if self.registered is None or not self._gone_controller or is_under_way:
+            return []
+        return [SendServer(messages.ClientGone(self._gone_controller[1:].decode()))]
 
     def _hear_colleague(self, record: Record) -> list[Output]:
         if isinstance(record, messages.Refused) and self._is_waiting:

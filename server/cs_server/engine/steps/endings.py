@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cs_proto.errors import ReplicaLostError
+from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of, last_lines
-from cs_proto.messages import Cancel, Died, RunId
+from cs_proto.messages import Cancel, ClientGone, Died, RunId
 from cs_proto.records import replace
+from cs_server.engine import sessions
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Failure
 
@@ -34,10 +35,25 @@ def give_up_absent(server: State) -> None:
         session = server.tables.workers.get(replica)
         if session is not None and session.is_announced and replica not in server.tables.deaths:
             continue
-        for run, state in server.tables.runs.items():
-            stand = server.tables.stands[run, replica]
-            if state.failure is not None and stand.returned is None and not stand.is_lost:
-                server.tables.stands[run, replica] = replace(stand, waiting=-1, read=None, is_lost=True)
+        _give_up(server, replica)
+
+
+def dropped(server: State, peer: bytes, record: ClientGone) -> None:
+    """A worker has dropped the runs of a client that has gone. Count it as lost in those from which it has not
+    returned: it may not have been sent them."""
+    replica = sessions.replica_at(server, peer)
+    if replica is None:
+        raise PeerProtocolError("only a worker may send a ClientGone to the server")
+    _give_up(server, replica, record.client)
+
+
+def _give_up(server: State, replica: int, client: str | None = None) -> None:
+    """Count a replica as lost in every run that cannot go on, or in those of ``client``."""
+    for run, state in server.tables.runs.items():
+        stand = server.tables.stands[run, replica]
+        is_of_client = client is None or state.client == client
+        if is_of_client and state.failure is not None and stand.returned is None and not stand.is_lost:
+            server.tables.stands[run, replica] = replace(stand, waiting=-1, read=None, is_lost=True)
 
 
 def _to_cancel(server: State, record: Cancel) -> RunId | None:

@@ -266,7 +266,8 @@ def begin(server: State, run: RunId, now: float, series: int = 0, *, is_cancelle
                 f"{last_lines(died)}"
             )
             failure = Failure("lost", replica, error_of(lost, replica))
-    server.tables.runs[run] = state = RunState(0, 0, 0, -1, failure, failure is not None, now)
+    is_over, client = failure is not None, sessions.controlling_client(server)
+    server.tables.runs[run] = state = RunState(0, 0, 0, -1, failure, is_over, now, client=client)
     if failure is not None:
         server.tables.tally.runs += 1
         finish(server, run, state)

@@ -176,7 +176,8 @@ class RunState(_Row):
     """How far a run is. Of its merge points the first ``agreed`` were brought by all replicas and fit each other, the
     first ``committed`` are done with; ``commits`` counts those that changed a variable. ``token``: the merge point
     whose merge function is being run, or -1. Its wait was last ``named`` then; the controller has waited for its end
-    since ``awaited`` (0: not for long). ``has_changed``: the hyperparameters that it brings have been taken over."""
+    since ``awaited`` (0: not for long). ``has_changed``: the hyperparameters that it brings have been taken over.
+    ``client``: the controller whose run it is."""
 
     agreed: int
     committed: int
@@ -187,6 +188,7 @@ class RunState(_Row):
     named: float
     awaited: float = 0.0
     has_changed: bool = False
+    client: str = ""
 
 
 @record(209)

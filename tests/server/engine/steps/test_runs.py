@@ -40,6 +40,7 @@ from cs_proto.messages import (
     Ask,
     Assign,
     Cancel,
+    ClientGone,
     Committed,
     Configure,
     Create,
@@ -64,7 +65,7 @@ from cs_proto.messages import (
     Welcome,
 )
 from cs_server.engine.engine import Engine
-from cs_server.events import Commit, Finished, FreeResults, Received, Send, Tick
+from cs_server.events import ClientLeft, Commit, Dismiss, Finished, FreeResults, Received, Send, Tick
 
 W = lies("parameters/float32", 0)
 NOTHING = Value(b"", ())
@@ -246,6 +247,24 @@ def test_a_controller_that_leaves_cancels_its_runs_and_the_next_one_waits_for_th
     book.on(returns(1, 0, run=(2,)), to(b"c2", Welcome))
     book.on(returns(0, 0))  # the next controller counts its runs from 1
     book.on(returns(1, 0), to(b"c2", RunFinished, run=(1,)))
+
+
+def test_a_worker_that_was_not_sent_a_run_says_so_when_the_controller_has_gone() -> None:
+    """The controller may be killed between its two messages, or the worker drop the one that waits in its queue."""
+    book = training()
+    book.on(returns(0, 1, (applies(0),), run=(2,)))
+    book.on(ClientLeft("c"), Dismiss("c"), Says("has gone"))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)))
+    book.on(hears(w(1), ClientGone("b")))  # it left an earlier client
+    book.on(hears(w(0), ClientGone("c")))
+    book.on(hears(w(1), ClientGone("c")), to(b"c2", Welcome))
+    book.repeats = False
+    book.on(returns(0, 0))
+    for replica in (0, 1):  # it is said to every server
+        book.on(hears(w(replica), ClientGone("c")))
+    book.on(returns(1, 0), to(b"c2", RunFinished, run=(1,)))
+    refused = to(b"c2", Refused, "cs.PeerProtocolError", "only a worker may send a ClientGone")
+    book.on(hears(b"c2", ClientGone("d")), refused)
 
 
 def test_the_last_words_of_a_run_of_a_client_that_has_left_do_nothing() -> None:
