@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import tempfile
 from collections.abc import Iterator
+from threading import Thread
 from typing import NoReturn
 
 import pytest
@@ -15,8 +17,10 @@ from tests.harness.timing import unit
 from cs_proto.codec import WORK_LIMITS, decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.messages import Died, Forget, Refused, SegmentRefused
+from cs_proto.messages import Died, Forget, Mailbox, MailboxAccepted, OpenMailbox, Refused, SegmentRefused
 from cs_proto.peers import SUPERVISOR
+from cs_proto.records import Record
+from cs_runtime.transport.mailboxes import NBYTES, Mailboxes
 from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_worker.baton import ProcessBaton
 from cs_worker.config import Config
@@ -106,6 +110,84 @@ def test_what_the_supervisor_says_while_a_segment_is_awaited_is_heard() -> None:
             assert link.receive(0) == (SUPERVISOR, died)
             assert link.receive(0) is None
         finally:
+            link.close()
+            lifeline.close()
+            os.close(doorbell)
+            os.close(writer)
+
+
+class Controller:
+    """A controller's socket, and the mailbox that it offers first of all."""
+
+    def __init__(self, identity: bytes, number: int, endpoint: str, supervisor: socket.socket) -> None:
+        """Connect and offer the mailbox, which the ``supervisor`` hands out when the worker asks for it."""
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.connect(endpoint)
+        self.mailboxes: Mailboxes[str] = Mailboxes(select.poll(), 0.0)
+        mailbox, memory = Mailbox(number, True, ""), os.memfd_create("mailbox")
+        os.ftruncate(memory, NBYTES)
+        descriptors = [memory, *(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))]
+        copies = [os.dup(each) for each in descriptors]
+
+        def hand_out() -> None:
+            while not isinstance(decode([supervisor.recv(1 << 10)]), OpenMailbox):
+                pass
+            socket.send_fds(supervisor, [b"".join(encode(mailbox))], copies)
+            for each in copies:
+                os.close(each)
+
+        Thread(target=hand_out, daemon=True).start()
+        offer = self.mailboxes.offer("worker", mailbox, descriptors)
+        assert offer is not None
+        self.say(offer)
+
+    def say(self, record: Record) -> None:
+        """Over ZeroMQ."""
+        self.socket.send_multipart(encode(record))
+        self.mailboxes.sent("worker")
+
+    def may_post(self) -> None:
+        """The worker has accepted the mailbox."""
+        accepted = decode(self.socket.recv_multipart())
+        assert isinstance(accepted, MailboxAccepted)
+        self.mailboxes.taken("worker", accepted)
+
+    def post(self, record: Record) -> bool:
+        return self.mailboxes.post("worker", encode(record))
+
+    def close(self) -> None:
+        self.mailboxes.close()
+        self.context.destroy(linger=0)
+
+
+def test_what_a_controller_has_left_in_its_mailbox_comes_before_all_work_of_the_next() -> None:
+    """So a worker that hears late that a controller has gone carries out none of its runs behind one of the next."""
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    doorbell, writer = os.pipe2(os.O_CLOEXEC)
+    with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor:
+        lifeline, config = SupervisorLink(ours, "worker"), Config(directory, 0, 1, "cpu:0")
+        link = Link(config, lifeline, _gone, doorbell, ProcessBaton())
+        first = Controller(b"c1", 1, config.endpoint, supervisor)
+        first.say(Forget((1,)))
+        assert link.receive(unit(20)) == (b"c1", Forget((1,)))
+        first.may_post()
+        assert first.post(Forget((2,)))
+        second = Controller(b"c2", 2, config.endpoint, supervisor)
+        second.say(Forget((3,)))
+        try:
+            assert link.receive(unit(20)) == (b"c1", Forget((2,)))
+            assert first.post(Forget((4,)))  # before the worker sees the next
+            assert link.receive(unit(20)) == (b"c1", Forget((4,)))
+            assert link.receive(unit(20)) == (b"c2", Forget((3,)))
+            assert not first.post(Forget((5,)))
+            second.may_post()
+            assert second.post(Forget((6,)))
+            assert link.receive(unit(20)) == (b"c2", Forget((6,)))
+        finally:
+            first.close()
+            second.close()
             link.close()
             lifeline.close()
             os.close(doorbell)
