@@ -118,7 +118,6 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn, because the script's next work is not part of it
-            self._seeds.expect(Streams(work.seed, work.name, work.step + 1, work.replica))
             self._say_carried()
             if not self._has_worked:
                 self._has_worked = True

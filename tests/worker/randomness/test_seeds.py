@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from central_storage.core.random_streams import Streams
+from cs_worker.randomness import seeds
 from cs_worker.randomness.seeds import Seeds, kept_random_state
 
 
@@ -33,13 +34,20 @@ def test_the_same_again() -> None:
     assert draw() == first
 
 
-def test_states_that_were_made_before_are_the_same_and_others_are_not_used() -> None:
-    seeds, found = Seeds(lambda number: None), []
-    for step in (5, 6, 5, 7):
-        seeds.begin(Streams(7, "m.step", step, 1))
-        found.append((random.random(), float(np.random.rand())))
-        seeds.expect(Streams(7, "m.step", step + 1, 1))
-    assert found == [draw(step=step) for step in (5, 6, 5, 7)]
+def test_where_the_words_of_python_are_not_found_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = draw()
+    monkeypatch.setattr(seeds, "_words_of", lambda generator: None)
+    assert draw() == wanted
+
+
+def test_the_states_are_those_that_python_and_numpy_read_back() -> None:
+    draw()
+    python, numpy = random.getstate(), np.random.get_state()
+    draw()
+    after = random.random(), np.random.rand()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    assert (random.random(), np.random.rand()) == after
 
 
 def test_everything_else_differs() -> None:

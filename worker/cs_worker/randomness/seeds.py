@@ -7,10 +7,11 @@ for that of ``random``, 64 bits that seed torch, and 32 that seed CuPy.
 
 from __future__ import annotations
 
+import ctypes
 import random
-import struct
+import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,20 +23,17 @@ __all__ = ["Seeds", "kept_random_state"]
 
 # A state of the Mersenne Twister is so many words. The next one is drawn after the last of them: all are new then.
 _WORDS = 624
-_STATE = struct.Struct(f"={_WORDS}I")
-
-
-class _States(NamedTuple):
-    """What ``numpy.random.set_state`` and ``random.setstate`` take, and the seeds of torch and of the device."""
-
-    numpy: Any
-    python: tuple[Any, ...]
-    torch: int
-    device: int
+# A state of each generator that can be told from others.
+_PYTHON = (3, (*range(1, _WORDS + 1), _WORDS), None)
+_NUMPY: Any = ("MT19937", _PYTHON[1][:-1], _WORDS)
 
 
 class Seeds:
-    """Sets the state of the random generators of a worker's process for each run."""
+    """Sets the state of the random generators of a worker's process for each run.
+
+    Python and NumPy take a state as 624 numbers, and to make and read these takes longer than all else that a worker
+    does for a small run. So the words are copied to where they lie in memory.
+    """
 
     def __init__(self, device: Callable[[int], None]) -> None:
         """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
@@ -43,34 +41,54 @@ class Seeds:
         # One object for all runs: to make another takes ten times as long as to set its state.
         self._philox = np.random.Philox(0)
         self._state = self._philox.state
-        self._expected: tuple[object, _States] | None = None
+        self._generator: Any = getattr(random.random, "__self__", None)
+        self._python = _words_of(self._generator)
+        self._numpy: tuple[object, np.ndarray] | None = None
         GENERATORS.watch()
 
     def begin(self, streams: Streams) -> None:
         """Set the states of ``random`` and of ``numpy.random``'s global generator; seed the device's and torch's."""
-        expected, self._expected = self._expected, None
-        states = expected[1] if expected is not None and expected[0] == streams.place else self._states(streams)
-        try:
-            np.random.set_state(states.numpy)
-        except ValueError:  # the user's code has put another bit generator in its place
-            np.random.seed(states.numpy[1][:4])
-        random.setstate(states.python)
-        GENERATORS.seed(states.torch)
-        self._device(states.device)
-
-    def expect(self, streams: Streams) -> None:
-        """Make the states of a run that is likely to be the next. To be called while the worker has nothing to do:
-        to make the states takes several times as long as to set them."""
-        self._expected = streams.place, self._states(streams)
-
-    def _states(self, streams: Streams) -> _States:
         self._state["state"] = {"counter": streams.counter(Purpose.STATES), "key": streams.key}
         self._philox.state = self._state
         words = self._philox.random_raw(_WORDS + 2)
-        numpy = _STATE.unpack_from(words.data)  # numbers: set_state takes ten times as long with an array
-        python = (*_STATE.unpack_from(words.data, _STATE.size), _WORDS)
+        halves = words.view(np.uint32)
+        self._set_numpy(halves[:_WORDS])
+        self._set_python(halves[_WORDS : 2 * _WORDS])
         torch, device = words[-2:].tolist()
-        return _States(("MT19937", numpy, _WORDS), (3, python, None), torch, device & 0xFFFFFFFF)
+        GENERATORS.seed(torch)
+        self._device(device & 0xFFFFFFFF)
+
+    def _set_numpy(self, words: np.ndarray) -> None:
+        try:
+            np.random.set_state(_NUMPY)  # which also forgets the second number of a normal pair
+        except ValueError:  # the user's code has put another bit generator in its place
+            np.random.seed(words[:4].tolist())
+            return
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if self._numpy is None or self._numpy[0] is not bits:
+            memory = (ctypes.c_uint32 * _WORDS).from_address(bits.ctypes.state_address)
+            self._numpy = bits, np.ctypeslib.as_array(memory)
+        self._numpy[1][:] = words
+
+    def _set_python(self, words: np.ndarray) -> None:
+        if self._python is None:
+            random.setstate((3, (*words.tolist(), _WORDS), None))
+            return
+        self._python[0] = _WORDS
+        self._python[1:] = words
+        self._generator.gauss_next = None  # the second number of a normal pair
+
+
+def _words_of(generator: Any) -> np.ndarray | None:
+    """The state of ``random``'s generator in memory: the place of the next word, and the words, uint32 [625]. Where
+    they lie in such an object is found by a state that is known; None if they do not."""
+    known = random.Random()
+    known.setstate(_PYTHON)
+    memory = ctypes.string_at(id(known), sys.getsizeof(known))
+    at = memory.find(np.array((_WORDS, *_NUMPY[1]), np.uint32).tobytes())
+    if at < 0 or type(generator) is not random.Random:
+        return None
+    return np.ctypeslib.as_array((ctypes.c_uint32 * (1 + _WORDS)).from_address(id(generator) + at))
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:
