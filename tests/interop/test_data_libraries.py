@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-datasets = pytest.importorskip("datasets")
-grain = pytest.importorskip("grain")
-torch = pytest.importorskip("torch")
-stateful = pytest.importorskip("torchdata.stateful_dataloader")
+datasets = importlib.import_module("datasets")
+grain = importlib.import_module("grain")
+torch = importlib.import_module("torch")
+stateful = importlib.import_module("torchdata.stateful_dataloader")
 datasets.disable_progress_bars()
 
 X, Y = np.arange(20, dtype=np.float32).reshape(10, 2), list(range(10))

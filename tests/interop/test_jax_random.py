@@ -5,15 +5,11 @@ Only workers import JAX: its threads would make a fork of the test process, as a
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
-import pytest
 
 import central_storage as cs
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
 
 
 def test_a_key_draws_what_it_draws_again() -> None:

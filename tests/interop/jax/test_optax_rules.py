@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 import pytest
 from tests.harness.services import connected
 from tests.harness.timing import unit
@@ -20,7 +22,6 @@ import central_storage as cs
 from central_storage.optimizers import of_kind
 from cs_proto.arithmetic.optimizers import OPTIMIZERS, defaults_of
 
-jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
 pytestmark = pytest.mark.timeout(unit(120))
 
 STEPS, ULPS = 50, 16

@@ -5,7 +5,6 @@ Only the worker imports JAX: its threads would make a fork of the test process a
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,10 +14,7 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 
-pytestmark = [
-    pytest.mark.timeout(unit(300)),  # a process imports JAX
-    pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed"),
-]
+pytestmark = pytest.mark.timeout(unit(300))  # a process imports JAX
 F32 = np.float32
 
 

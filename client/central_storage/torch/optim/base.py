@@ -191,7 +191,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._add_central(count, groups[-1])
-        except BaseException:
+        except BaseException:  # whatever happened, also Ctrl-C: the group is there whole or not at all
             del groups[count:]
             raise
 
@@ -511,7 +511,7 @@ class CentralOptimizer(torch.optim.Optimizer):
             writes = state.check(self, given)
             for index, numbers in enumerate(self.numbers()):
                 self._changes(index, numbers)
-        except BaseException:
+        except BaseException:  # whatever happened, also Ctrl-C: nothing is loaded
             self.param_groups = before
             raise
         self.push()
