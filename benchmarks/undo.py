@@ -57,7 +57,9 @@ def sides(rule: Rule, nbytes: int, threads: int) -> dict[str, Callable[[], None]
     def update(lane_of: Callable[[undo.Lane], undo.Lane], share: Any) -> None:
         (w, *others), lane = share
         slots, gradients = tuple(others[:-REPLICAS]), tuple(others[-REPLICAS:])
-        kernels.BoundRanges(rule, whole, w, slots, gradients, lane_of(lane)).apply(GIVEN, 1)
+        numbers = kernels.Numbers(rule, w.dtype, REPLICAS)
+        numbers.set(GIVEN, 1, ())
+        kernels.BoundRanges(numbers, whole, w, slots, gradients, lane_of(lane)).update(is_scaled=False)()
 
     def spread(lane_of: Callable[[undo.Lane], undo.Lane]) -> None:
         list(pool.map(partial(update, lane_of), shares))

@@ -29,7 +29,7 @@ from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, 
 from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_ratio
 
 from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
-from .kernels import BoundRanges, apply_dense
+from .kernels import BoundRanges, Numbers, apply_dense, in_turn
 from .sparse import Merged, Table, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
@@ -224,9 +224,11 @@ class Executor:
             ]
             plan = self._plans[key] = _Plan(parts, self._undo.lanes)
 
+        plan.set(steps, weights)
+
         def apply(shares: Sequence[int], lane: Lane) -> None:
             for share in shares:  # at most one, and the kernels go through its pieces themselves
-                plan.apply(share, lane, steps, weights)
+                plan.apply(share, lane)
 
         self._phase(range(len(plan.shares)), apply)
 
@@ -471,32 +473,40 @@ class _Plan:
         self, parts: Sequence[tuple[int, int, Rule, tuple[tuple[int, int], ...], _Arrays]], lanes: int
     ) -> None:
         """``parts``: of each the number of its step, its own number there, its rule, its ranges and its arrays."""
-        self._parts = parts
+        self._parts = [
+            (which, number, arrays, Numbers(rule, arrays[0].dtype, len(arrays[2])))
+            for which, number, rule, _, arrays in parts
+        ]
         self.shares = _shares(tuple([ranges for *_, ranges, _ in parts]), lanes)
-        self._kernels: dict[int, list[tuple[int, int, int, BoundRanges]]] = {}
+        self._is_scaled = False
+        # By share, and whether something is scaled.
+        self._updates: dict[tuple[int, bool], Callable[[], None]] = {}
 
-    def apply(self, share: int, lane: Lane, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
+    def set(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
+        """Let the next update be that of these steps."""
+        self._is_scaled = bool(weights) or any(step.factor != 1 for step in steps)
+        for which, number, arrays, numbers in self._parts:
+            step, scale = steps[which], tuple[float, ...]()
+            if self._is_scaled:
+                scale = (*(weights or [1.0] * len(arrays[2])), step.factor)
+            counts = step.update.counts
+            numbers.set(step.given, counts[number] if counts else step.update.t, scale)
+
+    def apply(self, share: int, lane: Lane) -> None:
         """Update a share. The same lane always has the same share."""
-        kernels = self._kernels.get(share)
-        if kernels is None:
-            kernels = self._kernels[share] = self._bound(share, lane)
-        for which, number, before, kernel in kernels:
-            step = steps[which]
-            factor, scale, counts = step.factor, (), step.update.counts
-            if weights or factor != 1:
-                scale = (*(weights or [1.0] * kernel.replicas), factor)
-            kernel.apply(step.given, counts[number] if counts else step.update.t, scale, before)
+        update = self._updates.get((share, self._is_scaled))
+        if update is None:
+            update = self._updates[share, self._is_scaled] = self._bound(share, lane)
+        update()
 
-    def _bound(self, share: int, lane: Lane) -> list[tuple[int, int, int, BoundRanges]]:
-        """The kernels of a share, each with the number of its step, that of its part and the count of the pieces before
-        it."""
-        kernels, before = [], 0
+    def _bound(self, share: int, lane: Lane) -> Callable[[], None]:
+        updates, before = [], 0
         for part, ranges in self.shares[share]:
-            which, number, rule, _, arrays = self._parts[part]
-            kernel = BoundRanges(rule, ranges, *arrays, lane)
-            kernels.append((which, number, before, kernel))
-            before += kernel.pieces
-        return kernels
+            _, _, arrays, numbers = self._parts[part]
+            bound = BoundRanges(numbers, ranges, *arrays, lane, before)
+            updates.append(bound.update(self._is_scaled))
+            before += bound.pieces
+        return in_turn(updates)
 
 
 def fill(memory: Memory, operation: Fill) -> None:

@@ -58,8 +58,6 @@ KEPT_SHARE_NBYTES = 1 << 20
 rows; to get it anew takes about an eighth of what the shortest update of those takes, and less of a longer one."""
 
 _KEEPS_NOTHING = Lane()
-# Given the numbers of the rule, an update.
-_Update: TypeAlias = Callable[[tuple[Any, ...]], None]
 # The address and the length of an array in memory.
 _Span: TypeAlias = tuple[int, int]
 _logger = logging.getLogger("cs_server.kernels")
@@ -85,7 +83,30 @@ def apply_dense(
 
     Raises InvalidArgumentError before anything is changed, when something of this does not hold.
     """
-    BoundRanges(rule, ranges, parameters, slots, gradients).apply(hyperparameters, t, scale)
+    numbers = Numbers(rule, parameters.dtype, len(gradients))
+    update = BoundRanges(numbers, ranges, parameters, slots, gradients).update(bool(scale))
+    numbers.set(hyperparameters, t, scale)
+    update()
+
+
+class Numbers:
+    """What changes from one update of some ranges to the next: the rule's numbers, the weights and the factor. Every
+    share of the update reads the same ones."""
+
+    def __init__(self, rule: Rule, dtype: np.dtype[Any], replicas: int) -> None:
+        """Raises InvalidArgumentError for a rule that is not of the table."""
+        if RULES.get(rule.name) is not rule:
+            raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
+        self.rule = rule
+        self.numbers, self.scale = np.zeros(rule.count_of_numbers, dtype), np.ones(replicas + 1, dtype)
+        self.given: tuple[Hyperparameters, int, Sequence[float]] = ({}, 1, ())  # for the reference
+
+    def set(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float]) -> None:
+        """Let the next update be the rule's t-th. ``scale`` is as `apply_dense` takes it."""
+        self.given = hyperparameters, t, scale
+        self.numbers[:] = scalars(self.rule, hyperparameters, t, self.numbers.dtype)
+        if scale:
+            self.scale[:] = scale
 
 
 class BoundRanges:
@@ -93,23 +114,21 @@ class BoundRanges:
 
     def __init__(
         self,
-        rule: Rule,
+        numbers: Numbers,
         ranges: Array,
         parameters: Array,
         slots: tuple[Array, ...],
         gradients: tuple[Array, ...],
         lane: Lane = _KEEPS_NOTHING,
+        before: int = 0,
     ) -> None:
-        if RULES.get(rule.name) is not rule:
-            raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
+        """Updates read ``numbers``. ``before`` counts the pieces of the phase that the lane has to do earlier."""
+        rule = numbers.rule
         self._rule, self._written, self._gradients, self._lane = rule, (parameters, *slots), gradients, lane
-        self._ranges, dtype = ranges, parameters.dtype
+        self._ranges, self._numbers, dtype = ranges, numbers, parameters.dtype
         self._addresses = _checked(rule, ranges, parameters, slots, gradients)
         self._kernel = _kernel(rule, dtype)
-        self._updates: dict[bool, _Update] = {}  # by whether something is scaled
-        #: The number of replicas.
-        self.replicas = len(gradients)
-        self._before, self._scale = np.zeros(1, np.int64), np.ones(len(gradients) + 1, dtype)
+        self._before = np.array([before])
         self._chunks: list[slice] = []
         if self._kernel is None:
             self._chunks = list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))
@@ -119,29 +138,38 @@ class BoundRanges:
             block = _block_nbytes(lane) // dtype.itemsize
             self.pieces = int((-((ranges[:, 0] - ranges[:, 1]) // block)).sum())
 
-    def apply(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float] = (), before: int = 0) -> None:
-        """Make the rule's t-th update. ``before`` counts the pieces of the phase that the lane has to do earlier."""
-        numbers = scalars(self._rule, hyperparameters, t, self._written[0].dtype)
+    def update(self, is_scaled: bool) -> Callable[[], None]:
+        """What makes the update, as often as it is called. ``is_scaled``: the numbers have a scale."""
         if self._kernel is None:
-            self._apply_reference(hyperparameters, t, scale, before)
-            return
-        self._before[0] = before
-        if scale:
-            self._scale[:] = scale
-        update = self._updates.get(bool(scale))
-        if update is None:
-            given = self._scale if scale else self._scale[:0]
-            arrays = (self._ranges, self._addresses, given, self._before)
-            update = self._updates[bool(scale)] = _update(self._rule, self._kernel, self._written, self._lane, *arrays)
-        update(numbers)
+            return self._apply_reference
+        scale = self._numbers.scale if is_scaled else self._numbers.scale[:0]
+        arrays = (self._ranges, self._addresses, scale, self._before)
+        return _bound(self._kernel, self._numbers.numbers, self._written, self._lane, *arrays)
 
-    def _apply_reference(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float], before: int) -> None:
+    def _apply_reference(self) -> None:
         parameters, *slots = self._written
-        for part in self._lane.rest(self._chunks, before):
+        hyperparameters, t, scale = self._numbers.given
+        for part in self._lane.rest(self._chunks, int(self._before[0])):
             self._lane.keep([(array, part) for array in self._written])
             gradients = [gradient[part] for gradient in self._gradients]
             own = tuple(slot[part] for slot in slots)
             reference(self._rule, parameters[part], gradients, own, hyperparameters, t, scale)
+
+
+def in_turn(updates: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """What makes these updates one after the other: compiled ones by one call, so that a thread does not wait for the
+    GIL between two of them."""
+    if len(updates) == 1:
+        return updates[0]
+    bound = [update for update in updates if isinstance(update, object_loader.Bound)]
+    if len(bound) == len(updates):
+        return object_loader.in_turn(bound)
+
+    def run() -> None:
+        for update in updates:
+            update()
+
+    return run
 
 
 def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
@@ -198,10 +226,12 @@ class BoundRows:
         if known is None or not known.fits(lane, len(self._gradients), total):
             known = _Share(lane, len(self._gradients), total)
             partial = () if self._rule.row is None else (np.empty(MEAN_LANES, dtype),)
-            known.update = _update(self._rule, self._kernel, self._written, lane, *known.arrays, *partial)
+            known.numbers = np.zeros(self._rule.count_of_numbers, dtype)
+            known.update = _bound(self._kernel, known.numbers, self._written, lane, *known.arrays, *partial)
         known.where[:] = self._where
         known.place[:] = share, shares, *self._shape
-        known.update(scalars(self._rule, hyperparameters, t, dtype))
+        known.numbers[:] = scalars(self._rule, hyperparameters, t, dtype)
+        known.update()
         if known.nbytes <= KEPT_SHARE_NBYTES:
             self._shares[share] = known
 
@@ -209,7 +239,8 @@ class BoundRows:
 class _Share:
     """The memory that a lane needs to find the rows of its share, and its kernel over that."""
 
-    update: _Update
+    numbers: Array
+    update: object_loader.Bound
 
     def __init__(self, lane: Lane, replicas: int, room: int) -> None:
         self._lane, self._room = lane, room
@@ -223,18 +254,12 @@ class _Share:
         return self._lane is lane and self.where.shape[1] == replicas and total <= self._room <= 16 * total
 
 
-def _update(rule: Rule, kernel: object_loader.Bind, written: tuple[Array, ...], lane: Lane, *arrays: Array) -> _Update:
-    """The kernel over arrays as `jit` describes them: all that is left to say is the rule's numbers."""
-    dtype = written[0].dtype
-    block = _block_nbytes(lane) // dtype.itemsize
-    numbers, scratch = np.zeros(rule.count_of_numbers, dtype), np.full(2 * block, -0.0, dtype)
-    run = kernel(numbers, lane.progress, lane.area(dtype), scratch, *arrays, *written)
-
-    def update(of_rule: tuple[Any, ...]) -> None:
-        numbers[:] = of_rule
-        run()
-
-    return update
+def _bound(
+    kernel: object_loader.Bind, numbers: Array, written: tuple[Array, ...], lane: Lane, *arrays: Array
+) -> object_loader.Bound:
+    """The kernel over arrays as `jit` describes them. ``numbers`` are those of the rule."""
+    scratch = np.full(2 * (_block_nbytes(lane) // numbers.itemsize), -0.0, numbers.dtype)
+    return kernel(numbers, lane.progress, lane.area(numbers.dtype), scratch, *arrays, *written)
 
 
 def _block_nbytes(lane: Lane) -> int:

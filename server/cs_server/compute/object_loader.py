@@ -5,18 +5,19 @@ code is no pickle. Whoever calls `kernel` vouches for the code: where it came fr
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 import numpy as np
-from numpy.typing import NDArray
+from llvmlite import ir
 
 SYMBOL = "kernel"
 """The name of the function that a piece of machine code holds."""
 
-Bind: TypeAlias = Callable[..., Callable[[], None]]
+Bind: TypeAlias = Callable[..., "Bound"]
 """Takes arrays, in the order in which `jit` finds them."""
 
 # What numba gives to a function beside its arguments: where to put a result, and an exception. A kernel has neither.
@@ -38,25 +39,74 @@ def target() -> llvm.TargetMachine:
     )
 
 
-def kernel(code: bytes) -> Bind:
-    """The function in ``code``, an object file with `SYMBOL` in it. Given its arguments it returns a function to call
-    any number of times, which runs the code over what they hold by then. It holds no lock, and not the GIL."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    function = _Function(engine.get_function_address(SYMBOL))
+class Bound:
+    """A kernel with the arrays that it runs over. Call it any number of times: it reads what they hold by then. It
+    holds no lock, and not the GIL."""
 
-    def bind(*arrays: NDArray[Any]) -> Callable[[], None]:
+    def __init__(self, engine: llvm.ExecutionEngine, address: int, arrays: tuple[Any, ...], kept: object) -> None:
+        """``kept`` lives as long as this."""
         places = chain.from_iterable((a.__array_interface__["data"][0], len(a)) for a in arrays)
         words, spare = np.array(list(places), np.int64), ctypes.create_string_buffer(2 * _SPARE_NBYTES)
         result = ctypes.addressof(spare)
-        arguments = (result, result + _SPARE_NBYTES, words.ctypes.data)
+        #: The addresses of the function and of its words.
+        self.call = (address, words.ctypes.data)
+        self._arguments = (result, result + _SPARE_NBYTES, words.ctypes.data)
+        self._function = _Function(address)
+        self._kept = (engine, arrays, words, spare, kept)  # as long as the addresses
 
-        def run(kept: object = (engine, arrays, words, spare)) -> None:  # they live as long as the addresses
-            status = function(*arguments)
-            if status:
-                raise RuntimeError(f"a kernel ended with status {status}")
+    def __call__(self) -> None:
+        if status := self._function(*self._arguments):
+            raise RuntimeError(f"a kernel ended with status {status}")
 
-        return run
 
-    return bind
+def kernel(code: bytes) -> Bind:
+    """The function in ``code``, an object file with `SYMBOL` in it; given its arguments, it can be called."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    return _bind(engine)
+
+
+def in_turn(kernels: Sequence[Bound]) -> Bound:
+    """All of these kernels, one after the other, in one call."""
+    table = np.array([each.call for each in kernels], np.int64).reshape(-1)
+    return _chain()(table, kept=tuple(kernels))
+
+
+@cache
+def _chain() -> Bind:
+    """A kernel that calls others: its array has of each the address, and that of its words."""
+    byte, word, status = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
+    signature = ir.FunctionType(status, [byte, byte, word.as_pointer()])
+    module = ir.Module()
+    function = ir.Function(module, signature, SYMBOL)
+    result, raised, words = function.args
+    entry, following, call, failed, done = map(function.append_basic_block, ("entry", "next", "call", "failed", "done"))
+    builder = ir.IRBuilder(entry)
+
+    def element(array: Any, index: Any) -> Any:
+        return builder.load(builder.gep(array, [index]))
+
+    table = builder.inttoptr(element(words, word(0)), word.as_pointer())
+    length = element(words, word(1))
+    builder.branch(following)
+    builder.position_at_end(following)
+    place = builder.phi(word)
+    place.add_incoming(word(0), entry)
+    builder.cbranch(builder.icmp_signed("<", place, length), call, done)
+    builder.position_at_end(call)
+    address, own = element(table, place), element(table, builder.add(place, word(1)))
+    given = [result, raised, builder.inttoptr(own, word.as_pointer())]
+    returned = builder.call(builder.inttoptr(address, signature.as_pointer()), given)
+    place.add_incoming(builder.add(place, word(2)), call)
+    builder.cbranch(builder.icmp_signed("==", returned, status(0)), following, failed)
+    builder.position_at_end(failed)
+    builder.ret(returned)
+    builder.position_at_end(done)
+    builder.ret(status(0))
+    return _bind(llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), target()))
+
+
+def _bind(engine: llvm.ExecutionEngine) -> Bind:
+    engine.finalize_object()
+    address = engine.get_function_address(SYMBOL)
+    return lambda *arrays, kept=None: Bound(engine, address, arrays, kept)

@@ -1,5 +1,6 @@
 """Compiled kernels against the reference, bit for bit; what is refused before memory is touched."""
 
+import ctypes
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,7 @@ from tests.harness.updates import ELEMENTWISE, HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.errors import InvalidArgumentError
-from cs_server.compute import kernels
+from cs_server.compute import kernels, object_loader
 from cs_server.compute.kernels import KERNEL_DTYPES, BoundRows, apply_dense
 from cs_server.compute.undo import Lane
 from cs_server.rules import RULES, Array, Rule, reference
@@ -129,6 +130,48 @@ def test_threads_may_update_different_ranges_at_once() -> None:
             reference(rule, expected, gradients, expected_slots, HYPERPARAMETERS, t)
     for found, wanted in zip((parameters, *slots), (expected, *expected_slots), strict=True):
         assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, "float16"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_updates_in_turn_have_the_bits_of_one_after_the_other(dtype: str, is_scaled: bool) -> None:
+    """Of two rules over ranges of the same arrays; float16 has no kernel."""
+    parameters, slots, gradients = state_of(RULES["adagrad"], 1000, dtype, 2)
+    expected, expected_slots = parameters.copy(), tuple(slot.copy() for slot in slots)
+    scale = (0.5, 2.0, 0.25) if is_scaled else ()
+    ranges = [np.array([[0, 300], [400, 401]]), np.array([[401, 1000]])]
+    numbers = [kernels.Numbers(RULES[name], parameters.dtype, 2) for name in ("adagrad", "sgd")]
+    first = kernels.BoundRanges(numbers[0], ranges[0], parameters, slots, gradients)
+    second = kernels.BoundRanges(numbers[1], ranges[1], parameters, (), gradients)
+    run = kernels.in_turn([bound.update(is_scaled) for bound in (first, second)])
+    for t in (1, 2, 3):
+        for each in numbers:
+            each.set(HYPERPARAMETERS | {"learning_rate": 0.1 * t}, t, scale)
+        run()
+        for rule, own, places in ((RULES["adagrad"], expected_slots, ranges[0]), (RULES["sgd"], (), ranges[1])):
+            for start, stop in places.tolist():
+                part = slice(start, stop)
+                taken = [gradient[part] for gradient in gradients]
+                given = HYPERPARAMETERS | {"learning_rate": 0.1 * t}
+                reference(rule, expected[part], taken, tuple(slot[part] for slot in own), given, t, scale)
+    for found, wanted in zip((parameters, *slots), (expected, *expected_slots), strict=True):
+        assert_same_bits(found, wanted)
+
+
+def test_a_kernel_that_fails_ends_the_updates_in_turn() -> None:
+    parameters, gradient = np.zeros(4), np.ones(4)
+    numbers = kernels.Numbers(RULES["sgd"], parameters.dtype, 1)
+    numbers.set(HYPERPARAMETERS | {"learning_rate": 1.0}, 1, ())
+    updates = [
+        kernels.BoundRanges(numbers, np.array([[at, at + 1]]), parameters, (), (gradient,)).update(is_scaled=False)
+        for at in range(3)
+    ]
+    assert all(isinstance(update, object_loader.Bound) for update in updates)
+    failing = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(lambda *words: 3)
+    updates[1].call = (ctypes.cast(failing, ctypes.c_void_p).value, updates[1].call[1])
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        kernels.in_turn(updates)()
+    assert parameters.tolist() == [-1, 0, 0, 0]
 
 
 class _Subclass(np.ndarray[Any, Any]):
@@ -275,7 +318,7 @@ def test_a_share_that_could_not_be_made_is_made_by_the_next_update(monkeypatch: 
     bound = BoundRows(RULES["sgd"], table, ())
     bound.take([(np.ones((1, 1)), np.array([1]))])
     with monkeypatch.context() as once:
-        once.setattr(kernels, "_update", full)
+        once.setattr(kernels, "_bound", full)
         with pytest.raises(MemoryError):
             bound.apply(0, 1, lane, HYPERPARAMETERS, 1)
     bound.apply(0, 1, lane, HYPERPARAMETERS | {"learning_rate": 2.0}, 1)
