@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 import weakref
@@ -23,7 +24,12 @@ def is_ours(frame: FrameType) -> bool:
 
 def root_package(frame: FrameType) -> str:
     """The package of the frame's module, without its sub-packages."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
+    return _root_of(str(frame.f_globals.get("__name__")))
+
+
+@functools.lru_cache(1024)
+def _root_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 #: By file, what Python's filters know of the warnings shown. Globals hold it elsewhere, and a replica's function has

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["apply_gradients", "checked_variable"]
 
 
+# How gradients are combined where nothing is said of it.
+_SUMMED = Combining()
+
+
 class _Given(NamedTuple):
     """What the user gives for one optimizer. No pair is kept: ten thousand would set the garbage collector off."""
 
@@ -101,7 +105,7 @@ def _bring(given: Sequence[_Given], combining: Combining) -> None:
         backend = current_replica(optimizer.strategy)
         if backend is None:
             raise ContextError(_why_not_here(optimizer))
-    if len(set(optimizers)) < len(optimizers):
+    if len(optimizers) > 1 and len(set(optimizers)) < len(optimizers):
         twice = next(each for each in optimizers if optimizers.count(each) > 1)
         raise ValueError(f"apply_gradients: optimizer {twice.name} appears twice; join its pairs in one list")
     given = [each for each in given if each.variables]
@@ -110,6 +114,8 @@ def _bring(given: Sequence[_Given], combining: Combining) -> None:
 
 
 def _combining(global_clipnorm: object, weight: object, clip_epsilon: object) -> Combining:
+    if global_clipnorm is None and weight is None and type(clip_epsilon) is float and not clip_epsilon:
+        return _SUMMED
     bound = None if global_clipnorm is None else _not_negative("global_clipnorm", global_clipnorm)
     epsilon = _not_negative("clip_epsilon", clip_epsilon)
     return Combining(

@@ -86,6 +86,36 @@ def test_the_first_apply_of_a_set_is_asked(alone: Service) -> None:
     assert (update.variable_set, update.variables) == (41, ())
 
 
+def test_a_set_that_was_freed_is_asked_again(alone: Service) -> None:
+    """Applies of gradient buffers are made once, and not again in later runs."""
+    model = Model(alone, (2,))
+    (v,), optimizer = model.variables, model.optimizer
+
+    def step() -> None:
+        optimizer.apply_gradients(zip(cs.gradient_buffers([v]), [v], strict=True))
+
+    run = alone.run(step)
+    assert alone.asked().point.site.startswith(__file__)
+    alone.answer(0, messages.Accepted(run, 0, (41,)))
+    alone.returned()
+    for _ in range(4):  # in both sets of gradient buffers
+        run = alone.run(step)
+        (note,) = alone.returned().notes
+        assert isinstance(note, messages.ApplyPoint)
+        assert (note.k, note.updates[0].variable_set) == (0, 41)
+    alone.tell(0, messages.Forget((), (optimizer._cs_handle()[1],)))
+    run = alone.run(step)
+    asked = alone.asked()
+    assert isinstance(asked.point, messages.ApplyPoint)
+    assert asked.point.updates[0].variable_set == 0
+    alone.answer(0, messages.Accepted(run, 0, (42,)))
+    alone.returned()
+    alone.run(step)
+    (note,) = alone.returned().notes
+    assert isinstance(note, messages.ApplyPoint)
+    assert note.updates[0].variable_set == 42
+
+
 def test_notes_travel_with_the_next_question(pair: Service) -> None:
     optimizer, v = Model(pair).known()
 

@@ -40,6 +40,9 @@ from .worker_context import WorkerContext
 
 __all__ = ["Replica"]
 
+# The most applies that are kept. Merge points of a run, lines and sets of gradient buffers make different ones.
+_APPLIES = 256
+
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
@@ -252,7 +255,19 @@ class Replica:
         if not self.buffers.are_handed_out(gradients, numbers):
             return False
         self._refuse_after_failure()
-        self._bring_apply([(*each, ()) for each in numbers.divided(counts)], self.buffers.current, combining, site)
+        known, key = self._shop.applies, (self.count, site, counts, numbers, self.buffers.current, combining)
+        point = known.get(key)
+        if point is None:
+            parts = [(*each, ()) for each in numbers.divided(counts)]
+            point = self._bring_apply(parts, self.buffers.current, combining, site)
+            if not point.needs_answer:
+                if len(known) >= _APPLIES:
+                    known.clear()
+                known[key] = point
+        else:
+            self._note(point)
+            self._written = self._written.union(numbers.members)
+            self._stepped.update([optimizer for optimizer, _ in counts])
         self.buffers.note()
         return True
 
@@ -262,7 +277,7 @@ class Replica:
         buffers: int,
         combining: Combining,
         site: str,
-    ) -> None:
+    ) -> messages.ApplyPoint:
         known = self._shop.variable_sets
         keys = [(optimizer, numbers.ascending) for optimizer, numbers, _ in parts]
         updates = [known.get(key) or messages.OptimizerUpdate(key[0], 0, key[1]) for key in keys]
@@ -278,6 +293,7 @@ class Replica:
             self._note(point)
         self._written = self._written.union(*[numbers.members for _, numbers, _ in parts])
         self._stepped.update([optimizer for optimizer, _, _ in parts])
+        return point
 
     @_whole
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:

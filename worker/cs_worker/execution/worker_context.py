@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from central_storage.strategy.service_strategy import CentralStorageStrategy
-from cs_proto.messages import Forget, OptimizerUpdate
+from cs_proto.messages import ApplyPoint, Forget, OptimizerUpdate
 from cs_runtime.shared_memory.arena import Arena
 from cs_worker.baton import Baton
 from cs_worker.config import Config
@@ -38,9 +38,12 @@ class WorkerContext:
     strategy: CentralStorageStrategy
     turns: Baton
     variable_sets: dict[tuple[int, tuple[int, ...]], OptimizerUpdate] = field(default_factory=dict)
+    #: The applies of earlier runs, by all that they are made of: the same come again in every step.
+    applies: dict[tuple[object, ...], ApplyPoint] = field(default_factory=dict)
 
     def forget(self, freed: Forget) -> None:
         """Forget what the server has freed, and learn the names that changed by it."""
+        self.applies.clear()
         for optimizer, numbers in list(self.variable_sets):
             if optimizer in freed.optimizers or not set(freed.variables).isdisjoint(numbers):
                 del self.variable_sets[optimizer, numbers]

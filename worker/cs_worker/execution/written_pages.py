@@ -48,6 +48,7 @@ class _Shown:
     def __init__(self) -> None:
         self.ranges: dict[int, tuple[int, int]] = {}
         self._pages: list[tuple[int, int]] | None = None
+        self._nbytes = 0
 
     def add(self, number: int, start: int, stop: int) -> None:
         self.ranges[number] = start, stop
@@ -61,7 +62,13 @@ class _Shown:
     def pages(self) -> list[tuple[int, int]]:
         if self._pages is None:
             self._pages = pages_of(self.ranges.values())
+            self._nbytes = sum(stop - start for start, stop in self._pages)
         return self._pages
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all pages."""
+        return self._nbytes if self._pages is not None else sum(stop - start for start, stop in self.pages)
 
 
 class WrittenPages:
@@ -135,8 +142,10 @@ class WrittenPages:
         """Find the variables that were written in a mapping, and give their pages back. :meth:`refuse` and
         :meth:`end_run` raise the error about them. Where pages cannot be looked at any more, all are given back."""
         shown = self._shown.get(mapping)
-        if shown is None:
-            return
+        if shown is not None:
+            self._look(mapping, shown)
+
+    def _look(self, mapping: Mapping, shown: _Shown) -> None:
         own = self._own_pages(mapping, shown.pages)
         if own is None:
             mapping.restore(shown.pages)
@@ -148,8 +157,10 @@ class WrittenPages:
     @property
     def are_small(self) -> bool:
         """Whether all variables that were read are so small that looking at them costs next to nothing."""
-        nbytes = sum(stop - start for shown in self._shown.values() for start, stop in shown.pages)
-        return nbytes <= _SMALL_NBYTES
+        return self._are_small(self._shown.items())
+
+    def _are_small(self, shown: Iterable[tuple[Mapping, _Shown]]) -> bool:
+        return sum(each.nbytes for _, each in shown) <= _SMALL_NBYTES
 
     def refuse(self) -> None:
         """Raise VariableWrittenError if variables were found written in this run."""
@@ -167,9 +178,10 @@ class WrittenPages:
     def end_run(self) -> None:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
-        if self.are_small or self._runs >= _RUNS_BETWEEN:
-            for mapping in list(self._shown):
-                self.look(mapping)
+        shown = list(self._shown.items())
+        if self._are_small(shown) or self._runs >= _RUNS_BETWEEN:
+            for mapping, each in shown:
+                self._look(mapping, each)
             since, self._since, self._runs = self._since, "", 0
         else:
             since = self._since
