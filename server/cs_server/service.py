@@ -49,6 +49,7 @@ from cs_proto.messages import (
     Register,
     ShowStacks,
     Statistics,
+    StepFinished,
 )
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
@@ -348,6 +349,9 @@ class Service:
     def _transmit(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("to %r: %.300r", peer, record)
+        if isinstance(record, StepFinished) and not record.failed and self._channel.mark(peer, record.run[0]):
+            _moment("sent")
+            return
         if self._sent is None or self._sent[0] is not record:
             self._ring()
             self._sent = record, encode(record, BULK_LIMITS)

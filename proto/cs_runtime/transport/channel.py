@@ -78,6 +78,7 @@ class Channel:
         while_asleep: Callable[[], AbstractContextManager[object]] = nullcontext,
         messages_first: bool = False,
         rings_late: bool = False,
+        read_mark: Callable[[bytes, int], Record] | None = None,
     ) -> None:
         """Make a channel without connections.
 
@@ -93,11 +94,13 @@ class Channel:
             while_asleep: Makes a context manager that is entered for every sleep.
             messages_first: Whether messages come before a notice of the supervisor that arrived at the same time.
             rings_late: Whether the owner rings the doorbells of peers that got mail, and :meth:`send` does not.
+            read_mark: Returns the record that a mark of a peer stands for. None: marks stand for nothing.
         """
         self._supervisor = supervisor
         self._wake = wake
         self._moment = moments(role, time.perf_counter_ns)
         self._read = read
+        self._read_mark = read_mark
         self._linger = linger
         self._on_wake = on_wake
         self._look_every = look_every
@@ -214,6 +217,10 @@ class Channel:
     def post(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
         """Send a message by mailbox. False if it has to go over ZeroMQ."""
         return self.mailboxes.post(peer, parts)
+
+    def mark(self, peer: bytes, number: int) -> bool:
+        """Leave a mark for a peer, as :meth:`.mailboxes.Mailboxes.mark` does."""
+        return self.mailboxes.mark(peer, number)
 
     def begin_to_send(self, peer: bytes) -> bool | None:
         """Whether a peer of the ROUTER, which must be strict, can take a message now. If so, its name has been sent and
@@ -332,8 +339,11 @@ class Channel:
         """A message has come over ZeroMQ."""
         self.mailboxes.came(peer, parts)
 
-    def _received(self, peer: bytes, parts: Sequence[Buffer]) -> Received | None:
-        """The record of a message. None if there is none, or if it accepts a mailbox, which is handled here."""
+    def _received(self, peer: bytes, parts: Sequence[Buffer] | int) -> Received | None:
+        """The record of a message or of a mark. None if there is none, or if it accepts a mailbox, which is handled
+        here."""
+        if isinstance(parts, int):
+            return None if self._read_mark is None else Received(peer, self._read_mark(peer, parts))
         record = self._read(peer, parts)
         if record is None:
             return None

@@ -5,6 +5,9 @@ doorbell. The writer rings it only while the reader sleeps. A message that is to
 goes *elsewhere*: over ZeroMQ. Each message in a ring says how many messages of the same sender went elsewhere before
 it, so the reader can restore the order in which they were sent. This module does not know what messages mean.
 
+Beside its ring a writer has a *mark*: a number that it leaves for the reader. The next mark takes the place of the one
+before, seen or not, and a mark has no order with messages. It costs one store and one load.
+
 Stores must not be reordered with stores, nor loads with loads. :data:`IS_ORDERED` says whether the machine guarantees
 that, as x86-64 does. A *fence* keeps a load from passing an earlier store: acquiring a free lock is an atomic
 read-modify-write.
@@ -46,6 +49,10 @@ IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
 # The four words of 8 bytes are 512 bytes apart, so that no two share a cache line or one that is prefetched with it.
 _WORDS_NBYTES = 4096
 _HEAD, _TAIL, _SLEEPS, _LEFT = 0, 64, 128, 192
+# The mark lies in the cache line of the head, at which a polling reader looks anyway. Its upper bits count marks, so
+# that equal numbers are different marks.
+_MARK = 1
+_MARK_BITS = 40
 # Messages begin at multiples of this.
 _UNIT = 64
 #: Memory of a mailbox: two rings of 256 KiB. A message takes at most half of one, since it is never cut in two.
@@ -76,6 +83,15 @@ class Outgoing:
         self._nbytes = len(self._data)
         self._head = 0
         self._tail = 0  # as last read from the words
+        self._marks = 0
+
+    def mark(self, number: int) -> bool:
+        """Leave a number from 0 to 2**40 - 1 for the reader. False if the reader has left."""
+        if self.words[_LEFT]:
+            return False
+        self._marks = (self._marks + 1) % (1 << 64 - _MARK_BITS)
+        self.words[_MARK] = self._marks << _MARK_BITS | number
+        return True
 
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
         """Write a message that follows ``elsewhere`` messages that went elsewhere. False if it is too large, if there
@@ -115,6 +131,8 @@ class Incoming:
         self.words = memory[:_WORDS_NBYTES].cast("Q")
         #: The position in the stream of bytes up to which messages were taken.
         self.tail = 0
+        #: The word of the last mark that was taken.
+        self.mark = 0
         self._data = memory[_WORDS_NBYTES:]
         self._nbytes = len(self._data)
 
@@ -122,6 +140,14 @@ class Incoming:
     def has_mail(self) -> bool:
         """Whether something has been posted and not taken."""
         return self.words[_HEAD] != self.tail
+
+    def take_mark(self) -> int | None:
+        """The number of the last mark; None if it was taken before, or there is none."""
+        mark = self.words[_MARK]
+        if mark == self.mark:
+            return None
+        self.mark = mark
+        return mark % (1 << _MARK_BITS)
 
     def take(self, elsewhere: int) -> list[bytes] | None:
         """The parts of the next message, or None. ``elsewhere`` messages that went elsewhere have arrived; a message
@@ -198,6 +224,10 @@ class Mailbox:
         the caller then calls :meth:`sent_elsewhere`."""
         return bool(self._sent) and self._out.post(parts, self._sent)
 
+    def mark(self, number: int) -> bool:
+        """Leave a mark; :meth:`ring` wakes its reader. False if it has to be sent as a message."""
+        return bool(self._sent) and self._out.mark(number)
+
     def ring(self) -> None:
         """Wake the reader if it sleeps. A fence must come first."""
         if self._out.words[_SLEEPS] and self._other >= 0:
@@ -215,8 +245,15 @@ class Mailbox:
 
     @property
     def has_mail(self) -> bool:
-        """Whether a posted message can be taken, as far as is known: one that has to wait does not count."""
+        """Whether a mark or a posted message can be taken, as far as is known: a message that has to wait does not
+        count."""
+        if self._words[_MARK] != self._in.mark:
+            return True
         return self._words[_HEAD] != self._in.tail and not self._must_wait
+
+    def take_mark(self) -> int | None:
+        """As :meth:`Incoming.take_mark`."""
+        return self._in.take_mark()
 
     def take(self) -> list[bytes] | None:
         """As :meth:`Incoming.take`."""
@@ -310,7 +347,7 @@ class Mailboxes(Generic[K]):
         self._unrung: list[Mailbox] = []
         self._boxes: dict[K, Mailbox] = {}
         self._offered: dict[K, Mailbox] = {}
-        self._due: deque[tuple[K, Sequence[Buffer]]] = deque()
+        self._due: deque[tuple[K, Sequence[Buffer] | int]] = deque()
         self._rung = 0
         self._is_asleep = False
         #: Messages that were posted here, and how often a doorbell woke this process.
@@ -417,14 +454,26 @@ class Mailboxes(Generic[K]):
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not box.post(parts):
             return False
+        self._note_posted(box)
+        return True
+
+    def mark(self, peer: K, number: int) -> bool:
+        """Leave a mark for ``peer``: a number from 0 to 2**40 - 1, which takes the place of the mark before, seen or
+        not. False if it has to be sent as a message."""
+        box = self._boxes.get(peer)
+        if box is None or peer in self._offered or not box.mark(number):
+            return False
+        self._note_posted(box)
+        return True
+
+    def _note_posted(self, box: Mailbox) -> None:
         self.posted += 1
         self._unrung.append(box)
         if not self._rings_late:
             self.ring()
-        return True
 
     def ring(self) -> None:
-        """Wake the peers that sleep and got a message since the last call."""
+        """Wake the peers that sleep and got a message or a mark since the last call."""
         if self._unrung:
             with self._fence:
                 pass
@@ -447,13 +496,17 @@ class Mailboxes(Generic[K]):
             box.came_elsewhere()
         self._due.append((peer, parts))
 
-    def take(self) -> tuple[K, Sequence[Buffer]] | None:
-        """The next message and its sender; None if no message can be taken yet. A message without parts stands for a
-        damaged mailbox."""
+    def take(self) -> tuple[K, Sequence[Buffer] | int] | None:
+        """The next message or the number of a mark, and its sender; None if there is none that can be taken yet. A
+        message without parts stands for a damaged mailbox."""
         if self._due:
             return self._due.popleft()
         for peer, box in self._boxes.items():
-            if box.has_mail and (parts := self._take_from(peer, box)) is not None:
+            if not box.has_mail:
+                continue
+            if (number := box.take_mark()) is not None:
+                return peer, number
+            if (parts := self._take_from(peer, box)) is not None:
                 if len(self._boxes) > 1:  # the others first, next time
                     self._boxes[peer] = self._boxes.pop(peer)
                 return peer, parts
@@ -512,6 +565,8 @@ class Mailboxes(Generic[K]):
             return ()
 
     def _take_rest(self, peer: K, box: Mailbox) -> None:
+        if (number := box.take_mark()) is not None:
+            self._due.append((peer, number))
         with suppress(PeerProtocolError):
             while (parts := box.take()) is not None:
                 self._due.append((peer, parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,11 @@ from tests.harness.timing import unit
 
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.errors import PeerProtocolError, ShutdownError
-from cs_proto.messages import Died, Forget, Offer, Shutdown
+from cs_proto.messages import Died, Forget, Mailbox, Offer, Shutdown
 from cs_proto.records import Buffer, Record
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SERVER, SUPERVISOR, Channel, Received
+from cs_runtime.transport.mailboxes import NBYTES, Mailboxes
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
 DIED = Died("worker", 1, 1, 43, "SIGKILL", "", True)
@@ -246,6 +248,31 @@ def test_an_offer_that_the_supervisor_refuses_is_answered_with_the_reason(make: 
     assert accepted is not None
     assert accepted.refused == "no memory is shared here"
     assert world.channel.mailboxes.number(b"c1") == 0
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_mark_is_the_record_that_it_stands_for(make: Make, is_read: bool) -> None:
+    world = make(read_mark=(lambda peer, number: Shutdown(f"{peer.decode()} {number}")) if is_read else None)
+    memory = os.memfd_create("mailbox")
+    os.ftruncate(memory, NBYTES)
+    made = [memory, *(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))]
+    other = Mailboxes[str](select.poll(), 0.0)
+    world.stack.callback(other.close)
+    assert other.offer("here", Mailbox(3, True, ""), [os.dup(each) for each in made]) is not None
+    other.sent("here")
+    peer = world.let_in(b"c1")
+    other.taken("here", world.channel.mailboxes.open(b"c1", Mailbox(3, True, ""), made))
+    assert other.mark("here", 7)
+    if is_read:
+        received = world.hear()
+        assert (received.peer, received.record, list(received.parts)) == (b"c1", Shutdown("c1 7"), [])
+        assert world.channel.mark(b"c1", 8) is False  # it has not said that it opened the mailbox
+        world.channel.mailboxes.sent(b"c1")
+        assert world.channel.mark(b"c1", 8) is True
+        assert other.take() == ("here", 8)
+    peer.send_multipart(parts(2))
+    other.sent("here")
+    assert world.hear()[:2] == (b"c1", record(2))
 
 
 def test_what_waits_for_a_segment_comes_first(make: Make) -> None:

@@ -386,6 +386,93 @@ def test_who_is_to_be_quiet_wakes_nobody_and_is_heard_with_what_comes_next(ends:
     assert ends.poller.poll(0)
 
 
+# --- marks --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["mark", "post", "elsewhere", "come", "take"]), max_size=60))
+def test_the_last_mark_is_taken_once_and_messages_keep_their_order(moves: list[str]) -> None:
+    ends = Ends()
+    try:
+        ends.shake_hands()
+        sent, taken, socket = 0, [], deque[bytes]()
+        marks, seen = [0], [0]
+        for move in [*moves, *["come", "take"] * len(moves)]:
+            message = sent.to_bytes(8, "little")
+            if move == "mark":
+                marks.append(len(marks) // 2)  # each number comes twice
+                assert ends.there.mark("here", marks[-1])
+                seen.append(-1)
+            elif move == "post":
+                assert ends.there.post("here", [message])
+                sent += 1
+            elif move == "elsewhere":
+                socket.append(message)
+                ends.there.sent("here")
+                sent += 1
+            elif move == "come" and socket:
+                ends.here.came("there", [socket.popleft()])
+            elif move == "take":
+                while (found := ends.here.take()) is not None:
+                    if isinstance(found[1], int):
+                        assert seen[-1] == -1, "it was taken before"
+                        seen[-1] = found[1]
+                        assert found[1] == marks[-1]
+                    else:
+                        taken.append(int.from_bytes(found[1][0], "little"))
+                assert seen[-1] == marks[-1]
+        assert taken == list(range(sent))
+    finally:
+        ends.close()
+
+
+def test_a_mark_needs_a_mailbox_that_both_use(ends: Ends) -> None:
+    assert not ends.here.mark("there", 1)
+    _, copies = ends.offer()
+    assert not ends.here.mark("there", 1)  # it is offered
+    answer = ends.open(copies)
+    ends.here.taken("there", answer)
+    assert ends.here.mark("there", 2)
+    assert ends.there.take() == ("here", 2)
+    ends.there.forget("here")
+    assert not ends.here.mark("there", 3)  # the reader has left
+
+
+def test_the_last_mark_of_a_mailbox_counts_when_another_takes_its_place(ends: Ends) -> None:
+    ends.shake_hands()
+    assert ends.here.mark("there", 4)
+    assert ends.here.mark("there", 5)
+    _, copies = ends.offer(8)
+    assert not ends.here.mark("there", 6)
+    ends.here.taken("there", ends.open(copies, 8))
+    assert ends.there.take() == ("here", 5)
+    assert ends.there.take() is None
+    assert ends.here.mark("there", 5)
+    assert ends.there.take() == ("here", 5)
+
+
+def test_a_mark_wakes_who_sleeps_and_does_not_wait_for_the_socket(ends: Ends) -> None:
+    ends.shake_hands()
+    ends.here.sent("there")
+    assert ends.here.post("there", [b"behind one that went elsewhere"])
+    assert ends.there.take() is None
+    assert not ends.there.is_there()
+    assert not ends.poller.poll(0)
+    assert ends.here.mark("there", 1 << 39)
+    assert (ends.here.posted, ends.here.rung) == (2, 1)
+    ends.there.awake(dict(ends.poller.poll(0)))
+    assert ends.there.is_there()
+    assert ends.there.take() == ("here", 1 << 39)
+    assert not ends.there.is_there()
+
+
+def test_marks_are_told_apart_when_their_count_begins_anew(ends: Ends) -> None:
+    ends.shake_hands()
+    ends.here._boxes["there"]._out._marks = (1 << 24) - 2
+    for _ in range(4):
+        assert ends.here.mark("there", 0)
+        assert ends.there.take() == ("here", 0)
+
+
 def test_what_is_posted_while_it_falls_asleep_is_seen_behind_the_fence(ends: Ends) -> None:
     ends.shake_hands()
     assert not ends.there.is_there()
