@@ -486,9 +486,8 @@ class _Plan:
         """Let the next update be that of these steps."""
         self._is_scaled = bool(weights) or any(step.factor != 1 for step in steps)
         for which, number, arrays, numbers in self._parts:
-            step, scale = steps[which], tuple[float, ...]()
-            if self._is_scaled:
-                scale = (*(weights or [1.0] * len(arrays[2])), step.factor)
+            step = steps[which]
+            scale = (*(weights or [1.0] * len(arrays[2])), step.factor) if self._is_scaled else ()
             counts = step.update.counts
             numbers.set(step.given, counts[number] if counts else step.update.t, scale)
 

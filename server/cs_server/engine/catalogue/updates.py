@@ -111,7 +111,8 @@ def apply(server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], b
     """One step of each optimizer of an apply. ``numbers`` are the sets of variables. ``points`` say for every replica
     which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``before`` has the
     steps of each variable set that the tables do not count yet."""
-    first, steps = points[0], Counter[int]()
+    first = points[0]
+    steps: Counter[int] = Counter()
     for number, count in before.items():
         steps[server.tables.sets[number].optimizer] += count
     buffers = tuple([point.buffers for point in points])
@@ -154,7 +155,8 @@ def _update(
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
     hyperparameters = dict(optimizer.hyperparameters)
     step = optimizer.iterations + steps.get(optimizer.number, 0)
-    t, more = step + 1, tuple[int, ...]()
+    more: tuple[int, ...] = ()
+    t = step + 1
     if counts_by_variable(optimizer.kind):
         t, more = server.index.counts.next_of(number, before)
     brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
