@@ -34,6 +34,9 @@ _NOTHING = nullcontext()
 class Baton(Protocol):
     """A worker's permission to run its replica's code."""
 
+    #: Whether other code of this process has random states of its own between two turns.
+    is_shared: bool
+
     def taken(self, run: RunId) -> AbstractContextManager[None]:
         """A block in which the replica runs: a run of the controller."""
 
@@ -46,6 +49,8 @@ class Baton(Protocol):
 
 class ProcessBaton:
     """The replica is alone in its process."""
+
+    is_shared = False
 
     def taken(self, run: RunId) -> AbstractContextManager[None]:
         """As :meth:`Baton.taken`."""
@@ -129,6 +134,8 @@ _baton = _Baton()
 
 class ThreadBaton:
     """The turns of one replica that is a thread. Only that thread calls a method, unless the method says otherwise."""
+
+    is_shared = True
 
     def __init__(self, run_directory: str, replica: int) -> None:
         self._key = (run_directory, replica)

@@ -92,6 +92,8 @@ class Loop:
         self.what_lies_at = catalogue.what_lies_at
         self._programs = Functions(catalogue.map)
         self._seeds = Seeds(device.seed)
+        # The name and the step of the last run.
+        self._last: tuple[str, int] | None = None
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
         self._has_worked = False
@@ -118,10 +120,18 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn, because the script's next work is not part of it
+            self._foresee(work)
             self._say_carried()
             if not self._has_worked:
                 self._has_worked = True
                 self._shop.conversation.link.send_supervisor(messages.MadeProgress(self._shop.config.incarnation))
+
+    def _foresee(self, run: Run) -> None:
+        """Have ready what the next run needs, while others have the run that has just ended. A function that has come
+        twice in a row probably comes again."""
+        before, self._last = self._last, (run.name, run.step)
+        if before == (run.name, run.step - 1) and not self._shop.turns.is_shared:
+            self._seeds.foresee(Streams(run.seed, run.name, run.step + 1, run.replica))
 
     def _say_carried(self) -> None:
         """Log once that segments cannot be mapped. This may show first at any segment."""

@@ -125,3 +125,80 @@ def test_another_generator_is_seeded() -> None:
         assert draw(step=6) != wanted
     finally:
         np.random.set_bit_generator(mine)
+
+
+# --- a run that was foreseen ----------------------------------------------------------------------------------------
+
+
+def numbers() -> tuple[float, ...]:
+    return (*draws(), *draws())
+
+
+def draws() -> tuple[float, ...]:
+    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.standard_normal())
+
+
+def test_a_run_that_was_foreseen_draws_the_same_numbers() -> None:
+    made, given = Seeds(lambda number: None), list[int]()
+    made.begin(Streams(7, "m.step", 5, 1))
+    wanted = numbers()
+    foreseeing = Seeds(given.append)
+    for _ in range(2):
+        foreseeing.foresee(Streams(7, "m.step", 5, 1))
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        assert not given  # the device is left to the run itself
+        foreseeing.begin(Streams(7, "m.step", 5, 1))
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+        assert numbers() == wanted
+        assert len(given) == 1
+        given.clear()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        random.random,
+        np.random.rand,
+        lambda: random.gauss(0, 1),
+        lambda: np.random.standard_normal(),
+        lambda: random.seed(1),
+        lambda: np.random.seed(1),
+        lambda: random.setstate((*random.getstate()[:2], 0.5)),
+        lambda: np.random.set_bit_generator(np.random.MT19937(3)),
+    ],
+    ids=["random", "rand", "gauss", "normal", "seed", "numpy seed", "half of a pair", "bit generator"],
+)
+def test_what_was_drawn_or_set_after_it_was_foreseen_changes_nothing(between: Callable[[], object]) -> None:
+    made = Seeds(lambda number: None)
+    made.begin(Streams(7, "m.step", 5, 1))
+    wanted = numbers()
+    generator = np.random.get_bit_generator()
+    try:
+        made.foresee(Streams(7, "m.step", 5, 1))
+        between()
+        made.begin(Streams(7, "m.step", 5, 1))
+        assert numbers() == wanted
+    finally:
+        np.random.set_bit_generator(generator)
+
+
+def test_another_run_than_was_foreseen_draws_its_own_numbers() -> None:
+    made = Seeds(lambda number: None)
+    made.begin(Streams(7, "m.step", 6, 1))
+    wanted = numbers()
+    made.foresee(Streams(7, "m.step", 5, 1))
+    made.begin(Streams(7, "m.step", 6, 1))
+    assert numbers() == wanted
+    made.begin(Streams(7, "m.step", 6, 1))  # what was foreseen counts once
+    assert numbers() == wanted
+
+
+def test_where_states_cannot_be_told_nothing_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "_words_of", lambda generator: None)
+    made = Seeds(lambda number: None)
+    made.begin(Streams(7, "m.step", 5, 1))
+    wanted = numbers()
+    made.foresee(Streams(7, "m.step", 5, 1))
+    random.random()
+    made.begin(Streams(7, "m.step", 5, 1))
+    assert numbers() == wanted
