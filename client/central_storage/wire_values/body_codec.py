@@ -83,13 +83,17 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 _MAPPINGS: dict[type, Tag] = {dict: Tag.DICT, OrderedDict: Tag.ORDERED_DICT, defaultdict: Tag.DEFAULT_DICT}
 _PLAIN = {type(None), bool, float, str, bytes}
 _NUMBERS = {type(None), bool, float}
+_SCALARS = {np.dtype(name).type: name for name in ("float32", "float64", "int32", "int64", "bool")}
 _INT = re.compile(r"-?0x[0-9a-f]+")
 
 
 def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[int, int]]) -> Value:
     """``obj`` as a record. Errors call it ``name``; ``shared`` has the keys of its Shared parts by ``id()``."""
-    if type(obj) in _NUMBERS and id(obj) not in shared:  # most results are a loss or None
-        return Value(_packed(obj), ())
+    if id(obj) not in shared:  # most results are a loss or None
+        if type(obj) in _NUMBERS:
+            return Value(_packed(obj), ())
+        if (scalar := _SCALARS.get(type(obj))) is not None:
+            return Value(_packed([_SMALL_ARRAY, scalar, [], obj.tobytes()]), ())  # type: ignore[attr-defined]
     writer = _Writer(place, shared)
     try:
         body = _packed(writer.write(obj, 0))
