@@ -132,6 +132,7 @@ class Session:
             linger=_LINGER,
             patience=_PATIENCE,
             on_wake=self.interrupts.raise_pending,
+            rings_late=True,
         )
         self._listener: OutputListener | None = None
 
@@ -261,7 +262,15 @@ class Session:
         return found
 
     def carry_out(self, commands: Sequence[Command]) -> None:
-        """Do what the core commands, in order. The first two kinds are those of every step."""
+        """Do what the core commands, in order. Workers are woken when all of it is done, because a woken worker may
+        preempt this process, and the others would wait for their run."""
+        try:
+            self._do(commands)
+        finally:
+            self._channel.mailboxes.ring()
+
+    def _do(self, commands: Sequence[Command]) -> None:
+        """Do what the core commands. The first two kinds are those of every step."""
         for command in commands:
             if type(command) is Post:
                 if isinstance(command.message, list):
@@ -391,7 +400,7 @@ class Session:
         self.ended = "this strategy was shut down"
         self._own_results()
         with suppress(ShutdownError):
-            self._post(SERVER, encode(messages.Goodbye(self.lifeline.client)))
+            self.carry_out([Post(SERVER, messages.Goodbye(self.lifeline.client))])
 
     def release(self) -> None:
         """Let go of everything, and stop the service where it is ours. Idempotent."""
