@@ -4,17 +4,19 @@ all tests of whole services over ZeroMQ alone; what is tried in threads of one p
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.harness.processes import MAILBOXES
+from tests.harness.processes import MAILBOXES, run
 from tests.harness.replicas import context
 from tests.harness.services import connected
 
 import central_storage as cs
+from cs_runtime.transport.mailboxes import IS_ORDERED
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -61,3 +63,25 @@ def test_deaths_cost_nothing(service: cs.CentralStorageStrategy) -> None:
         os.kill(victim, signal.SIGKILL)
         assert losses() == (3.0, 3.0)
     assert total.numpy().tolist() == [8.0, 8.0]
+
+
+SERIES = """
+import numpy as np
+import central_storage as cs
+
+with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+    elements = strategy.experimental_distribute_dataset([np.full(2, k) for k in range(9)])
+    for result in strategy.run_steps(lambda x: float(x[0]), elements):
+        print(float(strategy.reduce("SUM", result, axis=None)))
+"""
+
+
+@pytest.mark.parametrize("mailboxes", ["on", "off"])
+def test_the_end_of_a_step_is_a_mark_where_there_are_mailboxes(mailboxes: str) -> None:
+    ended = run("-c", SERIES, environment={"CS_LOG": "debug", "CS_MAILBOXES": mailboxes})
+    assert ended.out.split() == [str(2.0 * k) for k in range(9)]
+    marks = ended.err.count("the mark of step")
+    records = len(re.findall(r"worker: received from b'': StepFinished", ended.err))
+    has_marks = mailboxes == "on" and IS_ORDERED
+    assert 2 * (9 - 1) <= marks + records <= 2 * 9  # a worker may end before it hears of the last one
+    assert bool(marks) == has_marks
