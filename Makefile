@@ -100,7 +100,7 @@ fmt: $(VENV)/.installed-dev  ## fix style problems automatically
 dist: $(VENV)/.installed-dev  ## build the wheel and the sdist into dist/
 	@$(BIN)/python -m hatchling build --clean
 
-bench: $(VENV)/.installed-interop  ## compare speed with other systems: benchmarks/results.json and charts; about 35 minutes
+bench: $(VENV)/.installed-interop  ## compare speed with other systems: goals, benchmarks/results.json and charts; below 40 minutes
 	@$(BIN)/python benchmarks/bench.py
 
 bench-quick: $(VENV)/.installed-dev  ## measure the service and the lower bounds: about two minutes

@@ -56,13 +56,12 @@ MODELS = {"dlrm": TORCH, "gpt": TORCH, "convnet": TORCH, "jax-transformer": JAX,
 ALONE = ("torch-one-process", "jax-one-process")
 RANDOM = {("convnet", name) for name in TORCH} | {(name, "hogwild") for name in MODELS}  # losses of their own
 
-#: (model, what, program it is compared with, the ratio that is at most wanted).
 GOALS = (
-    ("dlrm", "seconds", "ddp-gloo", 1 / 3),
-    ("dlrm", "seconds", "torch-one-process", 1 / 1.2),
-    ("dlrm", "memory", "ddp-gloo", 0.6),
-    ("gpt", "seconds", "ddp-gloo", 0.92),
-    ("convnet", "seconds", "ddp-gloo", 1.0),
+    report.Goal("dlrm", ">=", 3, "ddp-gloo"),
+    report.Goal("dlrm", ">=", 1.2, "torch-one-process"),
+    report.Goal("dlrm", "<=", 0.6, "ddp-gloo", "memory"),
+    report.Goal("gpt", "<=", 0.92, "ddp-gloo"),
+    report.Goal("convnet", "<=", 1, "ddp-gloo"),
 )
 
 
@@ -172,23 +171,17 @@ def table(model: str, programs: Sequence[Program]) -> str:
 
 
 def verdicts(model: str, programs: Sequence[Program]) -> list[dict[str, Any]]:
-    """Of each goal of the model: the ratio of the service, in its faster way, to the other program."""
+    """Of each goal of the model: what the service reached in its faster way."""
     known = {program.name: program for program in programs}
     ways = [program for program in programs if program.name.startswith(report.OURS)]
     found = []
-    for name, what, other, bound in GOALS:
-        if name == model and other in known and ways:
-            ratio = min(way.ratio(known[other], what) for way in ways)
-            found.append(
-                {"model": model, "what": what, "of": other, "ratio": ratio, "bound": bound, "is_met": ratio <= bound}
-            )
+    for goal in (goal for goal in GOALS if goal.work == model):
+        ratio = None
+        if ways and (other := known.get(goal.other)):
+            least = min(way.ratio(other, goal.what) for way in ways)
+            ratio = goal.ratio(least, 1.0)
+        found.append(goal.verdict(ratio))
     return found
-
-
-def said(verdict: dict[str, Any]) -> str:
-    """A goal in a line."""
-    word = "met" if verdict["is_met"] else "missed"
-    return f"  goal {word}: {verdict['what']} / {verdict['of']} {verdict['ratio']:.2f}, at most {verdict['bound']:.2f}"
 
 
 def parts_of(model: str) -> str:
@@ -229,8 +222,10 @@ def main() -> None:
             model, [n for n in MODELS[model] if n in (options.programs or MODELS[model])], options.rounds
         )
         goals += (mine := verdicts(model, programs))
-        print("\n".join([table(model, programs), *map(said, mine)]), flush=True)
-        if options.parts or not all(goal["is_met"] for goal in mine):
+        print(table(model, programs), flush=True)
+        if mine:
+            print(f"\n{report.goals_table(mine)}", flush=True)
+        if options.parts or any(goal["is_met"] is False for goal in mine):
             print(f"\n{parts_of(model)}")
         print(flush=True)
         seconds |= {(model, program.name): program.seconds for program in programs}

@@ -1,4 +1,4 @@
-"""What the rounds come to: rows, the tables on the terminal, results.json, results.svg and highlights.svg."""
+"""What the rounds come to: rows, goals, the tables on the terminal, results.json, results.svg and highlights.svg."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import os
 import platform
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 import numba
@@ -32,6 +33,40 @@ class Row:
     lo: float
     hi: float
     rounds: int
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio that is wanted at a work. ``>=`` is the figure of ``other`` divided by that of the service, and ``<=`` is
+    that of the service divided by that of ``other``, which is a program or another work of the service."""
+
+    work: str
+    sign: Literal[">=", "<="]
+    bound: float
+    other: str
+    what: str = "seconds"
+
+    def ratio(self, ours: float, others: float) -> float:
+        """What is compared with the bound."""
+        return others / ours if self.sign == ">=" else ours / others
+
+    def verdict(self, ratio: float | None) -> dict[str, Any]:
+        """The goal beside what was reached; without a ratio, it was not measured."""
+        is_met = None if ratio is None else ratio >= self.bound if self.sign == ">=" else ratio <= self.bound
+        return {**vars(self), "reached": ratio, "is_met": is_met}
+
+
+def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
+    """For people: a line for each goal."""
+    lines = [f"{'goals':<54}{'wanted':>10}{'reached':>10}"]
+    for goal in verdicts:
+        sides = (goal["other"], OURS) if goal["sign"] == ">=" else (OURS, goal["other"])
+        figure = "" if goal["what"] == "seconds" else f", {goal['what']}"
+        wanted = f"{goal['sign']} {goal['bound']:.2f}"
+        reached = "" if goal["reached"] is None else f"{goal['reached']:.2f}"
+        word = {None: "not measured", True: "met", False: "missed"}[goal["is_met"]]
+        lines.append(f"  {goal['work'] + figure + ': ' + ' / '.join(sides):<52}{wanted:>10}{reached:>10}  {word}")
+    return "\n".join(lines)
 
 
 def rows_of(figures: dict[tuple[str, str], list[float]]) -> list[Row]:
@@ -79,9 +114,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(rows: list[Row], machine: dict[str, Any], directory: Path) -> None:
+def save(rows: list[Row], goals: Sequence[dict[str, Any]], machine: dict[str, Any], directory: Path) -> None:
     """Write results.json, results.svg and, if any of HIGHLIGHTS was measured, highlights.svg."""
-    content = {"machine": machine, "rows": [vars(row) for row in rows]}
+    content = {"machine": machine, "rows": [vars(row) for row in rows], "goals": goals}
     (directory / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     (directory / "results.svg").write_text(drawing(rows))
     if highlights := [row for row in rows if row.work in HIGHLIGHTS]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +94,7 @@ def test_every_work_has_its_rounds_and_nothing_is_measured_twice(
     seconds["read-1MBx1"] = 1e-3
     programs: list[tuple[str, dict[str, int]]] = []
 
-    def run(bench: Any, peer: Any, steps: dict[str, int]) -> list[tuple[str, float]]:
+    def run(bench: Any, peer: Any, steps: dict[str, int], limit: float) -> list[tuple[str, float]]:
         programs.append((peer.module, steps))
         return [(name, seconds[name.partition("/")[0]] * (1 if name.endswith("/fast") else 2)) for name in steps]
 
@@ -121,6 +122,101 @@ def test_every_work_has_its_rounds_and_nothing_is_measured_twice(
     assert [steps["embedding-1e7"] for steps in done["ours"] if "embedding-1e7" in steps] == [3] * 5
 
 
+def test_what_would_end_too_late_does_not_begin(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasts, limits, now = {"short": 1.0, "long": 10.0}, [], [100.0]
+
+    def run(bench: Any, peer: Any, steps: dict[str, int], limit: float) -> list[tuple[str, float]]:
+        limits.append(limit)
+        now[0] += lasts[peer.name]
+        return [("sgd-1MB", 1e-4)]
+
+    monkeypatch.setattr(benchmark.bench, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(benchmark.bench, "MOST", 1000)
+    monkeypatch.setattr(benchmark.bench.Bench, "run", run)
+    bench = benchmark.bench.Bench(deadline=136.0)
+    bench.measure([benchmark.bench.Peer(name, name, ("sgd-1MB",)) for name in lasts], ["sgd-1MB"], rounds=5)
+    assert bench.figures == {("sgd-1MB", "short"): [1e-4] * 5, ("sgd-1MB", "long"): [1e-4] * 2}
+    assert bench.left_out == [f"round {number} of long at sgd-1MB" for number in (3, 4, 5)]
+    assert now[0] == 136.0
+    assert limits[:2] == [36 + benchmark.bench.GRACE, 35 + benchmark.bench.GRACE]
+    [first, *others] = bench.times(100.0)
+    assert first == "0.6 minutes: long 0.5, short 0.1"
+    assert others == [f"no time was left for {each}" for each in bench.left_out]
+
+
+def test_every_goal_can_be_measured(benchmark: Any) -> None:
+    bench, works = benchmark.bench, benchmark.works.WORKS
+    peers = {peer.name: peer.works for peer in bench.OWN + bench.OTHERS}
+    for goal in bench.GOALS:
+        assert goal.work in peers[benchmark.report.OURS]
+        assert goal.other in works or goal.work in peers[goal.other]
+
+
+def test_goals_stand_beside_what_was_reached(benchmark: Any) -> None:
+    seconds = {("sgd-1MB", "central-storage"): 1e-3, ("sgd-1MB", "tf-central-storage"): 8e-3}
+    seconds |= {("sgd-1MB", "ddp-gloo"): 2e-2, ("read-1MBx1", "central-storage"): 6e-4}
+    seconds |= {("read-400MBx1000", "central-storage"): 9e-4, ("embedding-1e7", "central-storage"): 1e-3}
+    works = ("sgd-1MB", "read-1MBx1", "read-400MBx1000", "embedding-1e7")
+    rows = benchmark.report.rows_of({key: [value] for key, value in seconds.items()})
+    found = benchmark.bench.verdicts(rows, works)
+    assert [(goal["other"], goal["reached"], goal["is_met"]) for goal in found] == [
+        ("tf-central-storage", pytest.approx(8), True),
+        ("ddp-gloo", pytest.approx(20), False),
+        ("read-1MBx1", pytest.approx(1.5), True),
+        ("reference", None, None),
+    ]
+    assert [line.split() for line in benchmark.report.goals_table(found).splitlines()[1:]] == [
+        ["sgd-1MB:", "tf-central-storage", "/", "central-storage", ">=", "7.00", "8.00", "met"],
+        ["sgd-1MB:", "ddp-gloo", "/", "central-storage", ">=", "25.00", "20.00", "missed"],
+        ["read-400MBx1000:", "central-storage", "/", "read-1MBx1", "<=", "2.00", "1.50", "met"],
+        ["embedding-1e7:", "central-storage", "/", "reference", "<=", "1.00", "not", "measured"],
+    ]
+
+
+def test_a_missed_goal_is_no_failure(
+    benchmark: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"central-storage": 1.0, "numpy-one-process": 0.5}
+    bench = benchmark.bench
+
+    def run(self: Any, peer: Any, steps: dict[str, int], limit: float) -> list[tuple[str, float]]:
+        return [(name, seconds[peer.name]) for name in steps if peer.name in seconds]
+
+    monkeypatch.setattr(bench.Bench, "run", run)
+    monkeypatch.setattr(bench.memory, "table", lambda: "")
+    monkeypatch.setattr(bench.parts, "table", lambda *_: "")
+    monkeypatch.setattr("sys.argv", ["bench.py", "--quick", "--works", "adam-1MB"])
+    bench.main()
+    said = [line.split()[-2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  adam-1MB:")]
+    assert said == [["not", "measured"], ["not", "measured"], ["0.50", "missed"]]
+
+
+def test_a_peer_that_is_not_installed_is_left_out(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(family: str) -> None:
+        if family == "tensorflow":
+            raise subprocess.CalledProcessError(1, ["pip", "install"])
+
+    monkeypatch.setattr(benchmark.bench.environments, "make", make)
+    monkeypatch.setattr(benchmark.bench.environments, "versions", lambda family: {family: "1.0"})
+    bench, machine = benchmark.bench.Bench(), {"versions": {}}
+    names = [peer.name for peer in benchmark.bench.installed(bench, machine)]
+    assert "ddp-gloo" in names
+    assert "tf-central-storage" not in names
+    assert machine == {"versions": {"torch": "1.0"}}
+    [failure] = bench.failures
+    assert failure.startswith("tensorflow was not installed")
+
+
+def test_a_model_that_fails_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures(model: str, rounds: int) -> None:
+        raise RuntimeError("hogwild has ended with status 1")
+
+    monkeypatch.setattr(benchmark.bench.bench_models, "figures", figures)
+    bench = benchmark.bench.Bench()
+    benchmark.bench.measure_model(bench, "dlrm", 5, {})
+    assert bench.failures == ["dlrm failed: hogwild has ended with status 1"]
+
+
 def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> None:
     report = benchmark.report
     highlight = report.rows_of({("adam-400MB", "central-storage"): [1e-1, 2e-1]})
@@ -128,11 +224,13 @@ def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> Non
     shown = report.table(rows).splitlines()
     assert shown[2].split() == ["central-storage", "2.00", "ms", "1.00", "ms", "…", "4.00", "ms", "1.00"]
     assert shown[3].split() == ["ray-ps", "2.00", "s", "1.00", "s", "…", "3.00", "s", "1000.00"]
-    report.save(rows + highlight, report.machine(), tmp_path)
+    goals = [report.Goal("adam-1MB", ">=", 11, "ray-ps").verdict(1000.0)]
+    report.save(rows + highlight, goals, report.machine(), tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["cpus"]
     first = {"work": "adam-1MB", "peer": "central-storage", "seconds": 2e-3, "lo": 1e-3, "hi": 4e-3, "rounds": 3}
     assert results["rows"][0] == first
+    assert results["goals"] == goals
     namespace = {"": "http://www.w3.org/2000/svg"}
     drawing = ElementTree.parse(tmp_path / "results.svg").getroot()
     bars = [float(bar.get("width", "")) for bar in drawing.iterfind("rect[@x]", namespace)]
