@@ -1,4 +1,4 @@
-"""numpy-one-process: plain NumPy, one process; gradients of both replicas are one, batches are whole."""
+"""numpy-one-process: plain NumPy, one process and one thread; gradients of both replicas are one, batches are whole."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class SparseAdagrad:
 
     def apply(self, ids: np.ndarray, gradients: np.ndarray) -> None:
         order = np.argsort(ids)
-        rows, starts = np.unique(ids[order], return_index=True)
+        in_order = ids[order]
+        starts = np.flatnonzero(np.diff(in_order, prepend=-1))
+        rows = in_order[starts]
         gradient = np.add.reduceat(gradients[order], starts)
         sums = self.sums[rows] + gradient * gradient
         self.sums[rows] = sums

@@ -1,4 +1,4 @@
-"""pyzmq-echo: 64 bytes to another process and back, DEALER and ROUTER over ipc. No work: a floor for messages."""
+"""pyzmq-echo: 64 bytes to another process and back, DEALER to DEALER over ipc. No work: a floor for messages."""
 
 from __future__ import annotations
 

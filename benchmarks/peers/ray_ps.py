@@ -44,6 +44,8 @@ class Server:
         else:
             self.rules = [numpy_one_process.Rule(work.rule if isinstance(work, Apply) else "sgd", v) for v in values]
             self.values = values
+        if not isinstance(work, Read):
+            self.sums = [np.empty_like(value) for value in self.values]
 
     def _own_table(self, work: Embedding) -> None:
         if self.is_torch:
@@ -65,15 +67,16 @@ class Server:
 
     def apply(self, *gradients: list[np.ndarray]) -> list[np.ndarray]:
         """Sum the replicas' gradients, apply the rule, return all variables."""
-        sums = [np.add(*parts) for parts in zip(*gradients, strict=True)]
+        for total, parts in zip(self.sums, zip(*gradients, strict=True), strict=True):
+            np.add(*parts, out=total)
         if self.is_torch:
             import torch
 
-            for parameter, gradient in zip(self.parameters, sums, strict=True):
+            for parameter, gradient in zip(self.parameters, self.sums, strict=True):
                 parameter.grad = torch.from_numpy(gradient)
             self.optimizer.step()
         else:
-            for rule, gradient in zip(self.rules, sums, strict=True):
+            for rule, gradient in zip(self.rules, self.sums, strict=True):
                 rule.apply(gradient)
         return self.values
 

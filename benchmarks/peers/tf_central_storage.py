@@ -17,6 +17,10 @@ from works import ACCUMULATOR, BETA_1, BETA_2, EPSILON, RATES, REPLICAS, Apply, 
 v1 = tf.compat.v1.train
 Strategy = tf.distribute.experimental.CentralStorageStrategy
 
+#: Up to so many bytes the loop over steps is inside ``tf.function``. Larger steps last far longer than a call, and the
+#: loop may hold the sums of gradients of ten iterations at a time.
+NBYTES_IN_LOOP = 16_000_000
+
 
 class ApplyTrial:
     """Gradients are tensors that are there already."""
@@ -42,11 +46,19 @@ class ApplyTrial:
         def step(gradients: tf.Tensor) -> None:
             strategy.run(apply, args=(gradients,))
 
-        self.step = step
+        @tf.function
+        def many(gradients: tf.Tensor, count: tf.Tensor) -> None:
+            for _ in tf.range(count):
+                strategy.run(apply, args=(gradients,))
+
+        self.step, self.many = step, many
 
     def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step(self.gradients)
+        if steps > 1 and self.work.nbytes <= NBYTES_IN_LOOP:
+            self.many(self.gradients, tf.constant(steps))
+        else:
+            for _ in range(steps):
+                self.step(self.gradients)
         self.done += steps
 
     def check(self) -> None:
@@ -150,8 +162,8 @@ class EmbeddingTrial:
 
         def train(ids: tf.Tensor, number: tf.Tensor) -> None:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.nn.embedding_lookup(table, ids[number]) ** 2) / 2
-            optimizer.apply_gradients([(tape.gradient(loss, table), table)])
+                rows = tf.nn.embedding_lookup(table, ids[number])
+            optimizer.apply_gradients([(tape.gradient(rows, table, output_gradients=rows), table)])
 
         @tf.function
         def many(ids: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> None:
