@@ -65,6 +65,17 @@ def _nothing() -> None:
     pass
 
 
+@contextmanager
+def side_by_side() -> Iterator[dict[str, Service]]:
+    """A service for each carrier."""
+    with ExitStack() as stack:
+        services = {}
+        for carrier, mailboxes in CARRIERS.items():
+            os.environ["CS_MAILBOXES"] = mailboxes
+            services[carrier] = Service(stack.enter_context(cs.CentralStorageStrategy(["cpu:0", "cpu:1"])))
+        yield services
+
+
 def sleeps(pids: list[int]) -> int:
     """How often any thread of these processes went to sleep."""
     return sum(
@@ -93,11 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=200, help="a round")
     options = parser.parse_args()
-    with ExitStack() as stack:
-        services = {}
-        for carrier, mailboxes in CARRIERS.items():
-            os.environ["CS_MAILBOXES"] = mailboxes
-            services[carrier] = Service(stack.enter_context(cs.CentralStorageStrategy(["cpu:0", "cpu:1"])))
+    with side_by_side() as services:
         print("| work | others | carrier | µs a step | best..worst round | wake-ups a step | doorbells a step |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
         for others in (0, os.cpu_count() or 1):

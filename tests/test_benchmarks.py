@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from tests.harness.processes import ROOT
+from tests.harness.processes import ROOT, run
+from tests.harness.timing import unit
 
 
 @pytest.fixture
@@ -249,6 +251,36 @@ def test_growth_is_shown_and_drawn(benchmark: Any) -> None:
     [step, limit] = [path.get("d") for path in drawing.iter("{http://www.w3.org/2000/svg}path") if path.get("fill")]
     assert step == "M70.0 205.0L320.0 40.0"  # from one power of ten above the lowest to the highest of four
     assert limit == "M70.0 260.0L320.0 150.0"
+
+
+def test_pauses_are_shown_beside_their_goals(benchmark: Any) -> None:
+    import pauses
+
+    rounds = {"mailboxes": [[1e-3] * 96 + [4e-3] * 4, [1e-3] * 100], "zmq": [[2e-3] * 100, [5e-4] * 100]}
+    assert pauses.lines(2, "run", 50, rounds) == [
+        "| 2 | run | 50 | mailboxes | 1000 | 4000 | 4000 | 4.0 |",
+        "| 2 | run | 50 | zmq | 1250 | 2000 | 2000 | 1.6 |",
+    ]
+    assert [(goal["what"], goal["reached"], goal["is_met"]) for goal in pauses.verdicts("run", 50, rounds)] == [
+        ("median", pytest.approx((0.5 + 2) / 2), False),
+        ("p99", pytest.approx((2 + 2) / 2), False),
+    ]
+
+
+@pytest.mark.slow  # two services, beside two processes that compute all the time
+@pytest.mark.timeout(unit(180))
+def test_the_pauses_of_a_script_are_measured() -> None:
+    command = (sys.executable, ROOT / "benchmarks" / "pauses.py", "--rounds", "1", "--steps", "3")
+    lines = run(*command, timeout=unit(120)).ok().lines
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| none", "| 2"))]
+    ways = [(way, pause) for way in ("run", "run_steps") for pause in ("0", "50", "500")]
+    expected = [[others, *way, carrier] for others in ("none", "2") for way in ways for carrier in ("mailboxes", "zmq")]
+    assert [row[:4] for row in rows] == expected
+    for row in rows:
+        median, p99, longest = map(int, row[4:7])
+        assert 0 < median <= p99 <= longest
+        assert row[1] == "run" or median >= int(row[2])  # the pause is in the step
+    assert len([line for line in lines if "over ZeroMQ  " in line]) == 2 * len(ways)
 
 
 def test_too_few_rounds_are_refused(

@@ -1,0 +1,124 @@
+"""Steps of a script that computes between them: whether any step is much longer than the others.
+
+    .venv/bin/python benchmarks/pauses.py
+
+The script computes 0, 50 and 500 µs between steps of SGD on 1 MB, with ``run`` and with ``run_steps``; first alone on
+the machine, then beside two foreign processes that compute all the time. A service with mailboxes and one over ZeroMQ
+alone take turns. A step of ``run`` lasts from the call to its results, without the pause. One of ``run_steps`` lasts
+from one result to the next, with the pause, in which the workers go on. The goals are about the steps beside the
+foreign processes: with mailboxes, they may take no longer than over ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import carriers
+import numpy as np
+import report
+
+PAUSES = (0, 50, 500)  # µs
+FOREIGN = 2
+#: Of the mailboxes' steps to those over ZeroMQ. Equal steps differ by less than this from run to run.
+MOST = 1.05
+
+#: Seconds of each step, round by round, by carrier.
+Rounds = dict[str, list[list[float]]]
+
+
+def compute(microseconds: int) -> None:
+    """Keep the script busy for so long."""
+    end = time.perf_counter_ns() + microseconds * 1000
+    while time.perf_counter_ns() < end:
+        pass
+
+
+def runs(service: carriers.Service, pause: int, steps: int) -> list[float]:
+    """Seconds of each step of ``run``."""
+    taken = []
+    for _ in range(steps):
+        compute(pause)
+        begun = time.perf_counter()
+        service.strategy.run(service.step)
+        taken.append(time.perf_counter() - begun)
+    return taken
+
+
+def series(service: carriers.Service, pause: int, steps: int) -> list[float]:
+    """Seconds of each step of ``run_steps``."""
+    elements = service.strategy.experimental_distribute_dataset([np.zeros(2)] * (steps + 1))
+    whens = []
+    for _ in service.strategy.run_steps(service.step, elements):
+        whens.append(time.perf_counter())
+        compute(pause)
+    return [after - before for before, after in pairwise(whens)]
+
+
+WAYS = {"run": runs, "run_steps": series}
+
+
+def measured(services: dict[str, carriers.Service], way: str, pause: int, rounds: int, steps: int) -> Rounds:
+    """The carriers in turn, after some steps of each that do not count."""
+    for service in services.values():
+        WAYS[way](service, pause, max(2, steps // 4))
+    found: Rounds = {carrier: [] for carrier in services}
+    for _ in range(rounds):
+        for carrier, service in services.items():
+            found[carrier].append(WAYS[way](service, pause, steps))
+    return found
+
+
+def figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, the 99th percentile and the longest."""
+    return {"median": statistics.median(seconds), "p99": float(np.quantile(seconds, 0.99)), "longest": max(seconds)}
+
+
+def lines(others: int, way: str, pause: int, found: Rounds) -> list[str]:
+    """A line of the table for each carrier."""
+    shown = []
+    for carrier, rounds in found.items():
+        all_steps = figures([step for steps in rounds for step in steps])
+        cells = " | ".join(f"{seconds * 1e6:.0f}" for seconds in all_steps.values())
+        ratio = all_steps["p99"] / all_steps["median"]
+        shown.append(f"| {others or 'none'} | {way} | {pause} | {carrier} | {cells} | {ratio:.1f} |")
+    return shown
+
+
+def verdicts(way: str, pause: int, found: Rounds) -> list[dict[str, Any]]:
+    """How many times as long steps with mailboxes last as those over ZeroMQ, by the rounds, whose ratios are paired."""
+    pairs = list(zip(found["mailboxes"], found["zmq"], strict=True))
+    shown = []
+    for what in ("median", "p99"):
+        goal = report.Goal(f"{way}, {pause} µs", "<=", MOST, "over ZeroMQ", what)
+        ratios = [goal.ratio(figures(ours)[what], figures(others)[what]) for ours, others in pairs]
+        shown.append(goal.verdict(statistics.median(ratios)))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=200, help="a round")
+    options = parser.parse_args()
+    goals = []
+    with carriers.side_by_side() as services:
+        print("| others | way | pause, µs | carrier | median, µs | p99, µs | longest, µs | p99 / median |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+        for others in (0, FOREIGN):
+            with carriers.busy(others):
+                for way in WAYS:
+                    for pause in PAUSES:
+                        found = measured(services, way, pause, options.rounds, options.steps)
+                        print("\n".join(lines(others, way, pause, found)), flush=True)
+                        if others:
+                            goals += verdicts(way, pause, found)
+    print(f"\nbeside {FOREIGN} foreign processes, with mailboxes and over ZeroMQ\n{report.goals_table(goals)}")
+
+
+if __name__ == "__main__":
+    main()
