@@ -283,6 +283,20 @@ def test_the_pauses_of_a_script_are_measured() -> None:
     assert len([line for line in lines if "over ZeroMQ  " in line]) == 2 * len(ways)
 
 
+def test_growth_has_goals(benchmark: Any) -> None:
+    import scaling
+
+    replicas = scaling.Axis(
+        "", "", (1, 4, 8), {"step": [1.0, 2.0, 3.0], "empty run": [1.0] * 3, "limit of the step": [1.0, 1.6, 1.0]}
+    )
+    found = [(goal["work"], goal["reached"], goal["is_met"]) for goal in scaling.replica_goals(replicas, cores=2)]
+    assert found == [("4 replicas", 1.25, True), ("8 replicas", 3.0, False)]
+    assert [goal["is_met"] for goal in scaling.replica_goals(replicas, cores=4)] == [None, None]
+    variables = scaling.Axis("", "", (1, 10, 1_000), {"step": [2.0, 1.0, 3.0], "limit": [1.0] * 3})
+    [goal] = scaling.variable_goals(variables)
+    assert (goal["work"], goal["reached"], goal["is_met"]) == ("1,000 variables", 1.5, False)
+
+
 def test_too_few_rounds_are_refused(
     benchmark: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
