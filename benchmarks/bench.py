@@ -44,7 +44,7 @@ LIMIT = 240.0  # seconds after which a program is ended
 
 #: Seconds from the start, after which no program begins that would end later; the model, the memory and the parts come
 #: on top. A program that takes longer than in the rounds before is ended at most GRACE after that.
-BUDGET, QUICK_BUDGET, GRACE = 33 * 60.0, 75.0, 60.0
+BUDGET, QUICK_BUDGET, GRACE = 33 * 60.0, 90.0, 60.0
 
 COPIED, IN_PLACE = "adam-400MB-copied", "adam-400MB"
 LARGEST = "embedding-1e7"  # 5 GB or more a peer: making them is most of its time, so it is for few

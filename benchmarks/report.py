@@ -58,14 +58,14 @@ class Goal:
 
 def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
     """For people: a line for each goal."""
-    lines = [f"{'goals':<54}{'wanted':>10}{'reached':>10}"]
+    lines = [f"{'goals':<60}{'wanted':>10}{'reached':>10}"]
     for goal in verdicts:
         sides = (goal["other"], OURS) if goal["sign"] == ">=" else (OURS, goal["other"])
         figure = "" if goal["what"] == "seconds" else f", {goal['what']}"
         wanted = f"{goal['sign']} {goal['bound']:.2f}"
         reached = "" if goal["reached"] is None else f"{goal['reached']:.2f}"
         word = {None: "not measured", True: "met", False: "missed"}[goal["is_met"]]
-        lines.append(f"  {goal['work'] + figure + ': ' + ' / '.join(sides):<52}{wanted:>10}{reached:>10}  {word}")
+        lines.append(f"  {goal['work'] + figure + ': ' + ' / '.join(sides):<58}{wanted:>10}{reached:>10}  {word}")
     return "\n".join(lines)
 
 
