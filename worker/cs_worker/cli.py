@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loop = Loop(config, device, conversation.register(), connection, conversation, interrupts, turns)
         name_faults(loop.what_lies_at)
         loop.serve()
+    except ShutdownError:  # the supervisor has gone, and this thread has seen it before the one that watches
+        _end()
     except CentralStorageError as error:
         print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201
         return 2
