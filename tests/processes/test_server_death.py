@@ -47,7 +47,7 @@ class Model:
         self.count.assign_add(strategy.reduce("SUM", value, axis=None))
 
     def together(self, k: Any) -> float:
-        """Several optimizers in one update, and nothing else: a plain step."""
+        """Several optimizers in one update, and nothing else: a captured step."""
         context = cs.get_replica_context()
         assert context is not None
         k, replica = int(np.ravel(k)[0]), int(context.replica_id_in_sync_group)

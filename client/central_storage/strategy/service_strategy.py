@@ -406,6 +406,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     def statistics(self) -> Counters:
         """A snapshot of the server's counters, with the share of each replica. Sizes are bytes, times seconds.
+        ``captured`` and ``uncaptured`` show which runs the server decided in one pass, and why others took longer.
 
         Raises:
             ShutdownError: Called after ``shutdown()`` (a RuntimeError).

@@ -72,9 +72,14 @@ def rate(kind: Kind, numbers: Sequence[float], step: float) -> float:
     return _RATES[kind](step, *numbers)
 
 
+def _floor(value: float) -> float:
+    """The whole part, also of infinity, of which ``math.floor`` knows none."""
+    return math.floor(value) if math.isfinite(value) else value
+
+
 def _exponential(step: float, initial: float, decay_steps: float, decay_rate: float, staircase: float) -> float:
     exponent = step / decay_steps
-    return initial * _power(decay_rate, math.floor(exponent) if staircase else exponent)
+    return initial * _power(decay_rate, _floor(exponent) if staircase else exponent)
 
 
 def _piecewise(step: float, *numbers: float) -> float:
@@ -102,7 +107,7 @@ def _cosine(
 
 def _polynomial(step: float, initial: float, decay_steps: float, end: float, power: float, cycle: float) -> float:
     if cycle:
-        decay_steps *= max(1, math.ceil(step / decay_steps))
+        decay_steps *= max(1, -_floor(-step / decay_steps))
     else:
         step = min(step, decay_steps)
     return (initial - end) * _power(1 - step / decay_steps, power) + end
@@ -110,7 +115,7 @@ def _polynomial(step: float, initial: float, decay_steps: float, end: float, pow
 
 def _inverse_time(step: float, initial: float, decay_steps: float, decay_rate: float, staircase: float) -> float:
     elapsed = step / decay_steps
-    divisor = 1 + decay_rate * (math.floor(elapsed) if staircase else elapsed)
+    divisor = 1 + decay_rate * (_floor(elapsed) if staircase else elapsed)
     return initial / divisor if divisor else math.inf
 
 
@@ -119,7 +124,7 @@ def _cosine_restarts(
 ) -> float:
     elapsed = step / first_decay_steps
     if t_mul == 1:
-        restarts = math.floor(elapsed)
+        restarts = _floor(elapsed)
         fraction = elapsed - restarts
     else:
         restarts = math.floor(math.log(1 + elapsed * (t_mul - 1)) / math.log(t_mul))

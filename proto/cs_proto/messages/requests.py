@@ -221,12 +221,14 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics, and the result of ``strategy.statistics()``: counts of the server, and of each
-    replica.
+    """Reply to Statistics, and the result of ``strategy.statistics()``: counts.
 
-    ``uptime`` is in seconds. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of all slots.
+    ``uptime`` is in seconds. ``replicas`` has the counts of each replica. ``parameter_nbytes`` and ``slot_nbytes`` are
+    the bytes of all variables and of all slots.
     ``posted`` counts the answers that were sent by mailbox. ``doorbells`` counts how often a doorbell woke a sleeping
     process: the server, or a process that it answered. A controller adds the workers that it has woken.
+    ``captured`` counts the runs that the server decided in one pass, and ``uncaptured`` the others, by reason: pairs of
+    words and a number. They count over the life of the service, also when the server is replaced.
 
     Examples:
         >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
@@ -246,6 +248,8 @@ class Counters(Record):
     replicas: tuple[ReplicaStatistics, ...]
     posted: Count = 0
     doorbells: Count = 0
+    captured: Count = 0
+    uncaptured: tuple[tuple[str, Count], ...] = ()
 
 
 @record(76)

@@ -103,7 +103,8 @@ def _receive(server: State, peer: bytes, record: Record, now: float) -> None:
     match record:
         case Ask() | Return():
             sessions.check_replica(server, peer, record.replica, record.incarnation)
-            server.tables.tally.seen[record.replica] = now
+            seen = server.tables.tally.seen
+            seen[record.replica] = max(seen[record.replica], now)  # a held message is heard later than it came
             if isinstance(record, Ask):
                 replica_messages.ask(server, peer, record, now)
             else:
@@ -151,17 +152,15 @@ def _operations(server: State, job: Job) -> tuple[Apply | Write | Fill, ...]:
     """What a commit consists of."""
     if job.fills:
         return tuple(Fill(f.segment, f.dtype, f.first, f.last, f.value, f.is_lazy) for f in job.fills)
-    if job.kind in ("run", "writes"):
+    if job.kind in ("run", "rest"):
         return progress.operations(server, job)
     return (progress.creation(server, job) if job.kind == "create" else requests.operation(server, job),)
 
 
 def _finished(server: State, job: Job) -> None:
     """What follows from a commit that is finished."""
-    if job.kind == "run":
-        progress.committed(server, job.run, job.k)
-    elif job.kind == "writes":
-        progress.written(server, job.run, job.k + 1)
+    if job.kind in ("run", "rest"):
+        progress.committed(server, job)
     elif job.kind == "create":
         progress.created(server, job)
     elif job.kind == "request":

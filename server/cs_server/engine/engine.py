@@ -59,8 +59,8 @@ from cs_server.events import (
 )
 
 from . import dispatch, sessions
+from .captured_steps import CapturedSteps, is_small
 from .catalogue import optimizers, slabs
-from .fast_path import FastPath, is_small
 from .steps import progress, replay_check, runs
 from .store.control_log import Control
 from .store.state import Config, opened
@@ -84,10 +84,10 @@ class Engine:
         Raises :class:`~cs_server.engine.store.control_log.ControlDamaged` if it cannot be read.
         """
         self._server = opened(config, control)
-        self._fast_path = FastPath(self._server)
-        self._fast_path.unfold()
+        self._captured = CapturedSteps(self._server)
         #: The places in the code (file, line) where a message raised an unforeseen exception: each is logged once.
         self._shown: set[tuple[str, int | None]] = set()
+        self._unfold()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """The commands that follow from ``event``. ``now`` is in seconds, on a clock that survives a restart of the
@@ -98,10 +98,18 @@ class Engine:
         even if it raises an unforeseen exception. Raises :class:`~.store.control_log.ControlFull` if not even the error
         can be written down.
         """
-        commands = self._fast_path.hear(event, now)
+        commands = self._captured.hear(event, now)
         if commands is not None:
             return commands
-        self._fast_path.unfold()
+        return [*self._unfold(), *self._handle(event, now)]
+
+    def _unfold(self) -> list[Command]:
+        """Bring the tables up to date with the captured steps. The messages of a step that is not decided are heard
+        now, as if they had just come."""
+        return [command for held, then in self._captured.unfold() for command in self._handle(held, then)]
+
+    def _handle(self, event: Event, now: float) -> list[Command]:
+        """The general way of :meth:`handle`."""
         asked = event if isinstance(event, Reserved) else Reserved(event)
         event = asked.event
         try:
@@ -128,7 +136,7 @@ class Engine:
 
     def write_down(self) -> None:
         """Write everything that this engine knows to the store."""
-        self._fast_path.unfold()
+        self._unfold()
         if self._server.tables.is_ahead:
             self._server.tables.flush()
 

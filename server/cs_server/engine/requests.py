@@ -38,6 +38,7 @@ from cs_server.events import Send, Write
 from . import sessions
 from .catalogue import optimizers, slabs, updates, variables
 from .steps import commits, runs
+from .store import reasons
 from .store.state import State
 from .store.tables import HeldGet, Job, Request, SlotFill
 
@@ -287,6 +288,8 @@ def statistics(server: State, peer: bytes, record: Statistics, now: float) -> No
         runs=tally.runs,
         messages=tally.messages,
         replicas=replicas,
+        captured=tally.captured,
+        uncaptured=tuple((why, count) for why, count in zip(reasons.WORDS, tally.uncaptured, strict=True) if count),
     )
     server.out.append(Send(peer, counters))
 

@@ -156,7 +156,7 @@ class Played:
         found = {name: dict(table) for name, table in vars(tables).items() if hasattr(table, "letter")}
         tally = {k: v for k, v in vars(tables.tally).items() if k not in ("messages", "seen")}
         plain = {
-            k: v for k, v in vars(self.engine._fast_path).items() if k in ("_held", "_run", "_returns", "_committing")
+            k: v for k, v in vars(self.engine._captured).items() if k in ("_held", "_run", "_returns", "_committing")
         }
         index = self.engine._server.index
         return {**found, **tally, **plain, "names": dict(index.numbers), "set numbers": dict(index.set_numbers)}

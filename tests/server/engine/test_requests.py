@@ -400,6 +400,7 @@ def test_the_counters_count() -> None:
             ReplicaStatistics(0, 100, "CPU:0", runs=1, points=2, applies=1),
             ReplicaStatistics(1, 101, "CPU:1", runs=1, points=1, applies=1),
         ),
+        uncaptured=(("the first gradients for a set of variables", 1),),
     )
     book.on(hears(OBSERVER, Statistics(4)), Send(OBSERVER, counters))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -112,9 +111,10 @@ def apply(server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], b
     which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``before`` has the
     steps of each variable set that the tables do not count yet."""
     first = points[0]
-    steps: Counter[int] = Counter()
+    steps: dict[int, int] = {}
     for number, count in before.items():
-        steps[server.tables.sets[number].optimizer] += count
+        optimizer = server.tables.sets[number].optimizer
+        steps[optimizer] = steps.get(optimizer, 0) + count
     buffers = tuple([point.buffers for point in points])
     is_bounded = first.global_clipnorm is not None
     updates = tuple(

@@ -194,10 +194,10 @@ def write(
     return Write(variable.array, op, reduce, tuple(sources), indices, (number,))
 
 
-def written(server: State, number: int) -> int:
-    """A write was committed: count it, and return the variable's new version."""
+def written(server: State, number: int, count: int = 1) -> int:
+    """``count`` writes were committed: count them, and return the variable's new version."""
     variable = row(server, number)
-    server.tables.variables[number] = replace(variable, version=variable.version + 1)
+    server.tables.variables[number] = replace(variable, version=variable.version + count)
     return get(server, number).version
 
 

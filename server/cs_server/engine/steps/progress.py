@@ -8,8 +8,10 @@ a commit is under way. Before the commit, a replica that waits is asked to prese
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 
 from cs_proto.errors import CentralStorageError
 from cs_proto.failures import error_of
@@ -28,6 +30,7 @@ from cs_proto.messages import (
     Reduced,
     ReducePoint,
     RunId,
+    WriteNote,
 )
 from cs_proto.records import replace
 from cs_server.engine import sessions
@@ -78,7 +81,7 @@ def _advance(server: State, run: RunId) -> None:
         if state.failure is None and any(s.count > state.agreed for s in _stands(server, run)):
             _fail(server, run)
         server.tables.runs[run] = state = replace(server.tables.runs[run], is_finished=True)
-        server.tables.tally.runs += 1
+        runs.count(server, run, state)
         runs.finish(server, run, state)
 
 
@@ -193,33 +196,45 @@ def computed(server: State, event: Computed) -> None:
 
 
 def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
-    """The operations of a commit of merge points, or of the write notes after the last one."""
-    run, end = job.run, job.k
-    writes: dict[int, list[Write]] = {}
-    for _, note in runs.writes(server, run):
-        write = variables.write(server, note.variable, note.op, None, (note.value,), note.indices)
-        writes.setdefault(note.k, []).append(write)
-    if job.kind == "writes":
-        return tuple(writes.get(end, ()))
+    """The operations of a commit of merge points and write notes."""
+    run = job.run
+    changing = [k for k in range(server.tables.runs[run].committed, job.k) if runs.changes(server, run, k)]
+    points = [[server.tables.points[run, replica, k] for replica in server.replicas] for k in changing]
+    notes = [note for _, note in runs.writes(server, run) if note.k < job.end_of_writes]
+    return make(server, points, notes, Counter())
+
+
+def make(
+    server: State, points: Iterable[Sequence[Point]], notes: Sequence[WriteNote], steps: Counter[int]
+) -> tuple[Apply | Write, ...]:
+    """The operations of a commit: those of merge points, of each what the replicas brought, and of write notes, those
+    of replica 0 first and each replica's in order. ``steps`` are those of each variable set that the tables do not
+    count yet; the new ones are added."""
     made: list[Apply | Write] = []
-    steps = Counter[int]()
-    for k in range(server.tables.runs[run].committed, end):
-        made += writes.get(k, ())
-        if not runs.changes(server, run, k):
-            continue
-        points = [server.tables.points[run, replica, k] for replica in server.replicas]
-        applies = [point for point in points if isinstance(point, ApplyPoint)]
-        if applies:
+    left = deque(sorted(notes, key=attrgetter("k"))) if notes else ()
+    for brought in points:
+        while left and left[0].k <= brought[0].k:
+            made.append(_noted(server, left.popleft()))
+        if applies := [point for point in brought if isinstance(point, ApplyPoint)]:
             numbers = _known_sets(server, applies)
             made.append(updates.apply(server, numbers, applies, steps))
-            steps.update(numbers)
+            for number in numbers:
+                steps[number] += 1
         else:
-            made.append(_write(server, points))
+            made.append(_write(server, brought))
+    made += [_noted(server, note) for note in left]
     return tuple(made)
+
+
+def _noted(server: State, note: WriteNote) -> Write:
+    return variables.write(server, note.variable, note.op, None, (note.value,), note.indices)
 
 
 def _known_sets(server: State, points: list[ApplyPoint]) -> list[int]:
     """The numbers of the sets of an apply that was accepted."""
+    numbers = [update.variable_set for update in points[0].updates]
+    if all(numbers):
+        return numbers
     return [number for number in _sets_of(server, points) if number is not None]
 
 
@@ -238,9 +253,14 @@ def creation(server: State, job: Job) -> Write:
     return variables.write(server, job.number, "assign", None, (point.value,))
 
 
-def committed(server: State, run: RunId, end: int) -> None:
-    """The merge points before ``end`` are committed: count them."""
-    written(server, run, end)
+def committed(server: State, job: Job) -> None:
+    """Merge points, and the write notes before them, are committed: count them."""
+    _written(server, job.run, job.end_of_writes)
+    _count(server, job.run, job.k)
+
+
+def _count(server: State, run: RunId, end: int) -> None:
+    """The merge points before ``end`` are committed."""
     state = server.tables.runs[run]
     count = 0
     for k in range(state.committed, end):
@@ -258,7 +278,7 @@ def committed(server: State, run: RunId, end: int) -> None:
     server.tables.runs[run] = replace(state, committed=end, commits=state.commits + count)
 
 
-def written(server: State, run: RunId, end: int) -> None:
+def _written(server: State, run: RunId, end: int) -> None:
     """The write notes before merge point ``end`` are committed: count and forget them."""
     for key, note in runs.writes(server, run):
         if note.k < end:
@@ -297,13 +317,12 @@ def _is_preserved(server: State, run: RunId) -> bool:
 
 def _commit(server: State, run: RunId) -> None:
     state = server.tables.runs[run]
+    job = Job("run" if _waiting(server, run) else "rest", run, state.agreed, 0, False, "", ())
     changes = any(runs.changes(server, run, k) for k in range(state.committed, state.agreed))
-    if changes or _has_writes(server, run, state.agreed):
-        commits.submit(server, Job("run", run, state.agreed, 0, False, "", ()))
-        return
-    committed(server, run, state.agreed)
-    if not _waiting(server, run) and _has_writes(server, run, state.agreed + 1):
-        commits.submit(server, Job("writes", run, state.agreed, 0, False, "", ()))
+    if changes or _has_writes(server, run, job.end_of_writes):
+        commits.submit(server, job)
+    else:
+        _count(server, run, state.agreed)
 
 
 def _has_writes(server: State, run: RunId, end: int) -> bool:
@@ -311,7 +330,7 @@ def _has_writes(server: State, run: RunId, end: int) -> bool:
     return any(note.k < end for _, note in runs.writes(server, run))
 
 
-def _write(server: State, points: list[Point]) -> Write:
+def _write(server: State, points: Sequence[Point]) -> Write:
     assigns = [point for point in points if isinstance(point, AssignPoint)]
     number, op = assigns[0].variable, assigns[0].op
     variables.write(server, number, op, None, [point.value for point in assigns])  # refuses what does not fit

@@ -34,6 +34,7 @@ from cs_proto.messages import (
 from cs_proto.records import Record, replace
 from cs_server.engine import sessions
 from cs_server.engine.catalogue import optimizers
+from cs_server.engine.store import reasons
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Failure, ReplicaProgress, RunState
 from cs_server.events import FreeResults, Send
@@ -134,6 +135,16 @@ def answer(server: State, run: RunId, replica: int, k: int, reads: bool) -> Reco
     if isinstance(point, ApplyPoint) and not point.needs_answer:  # a new worker asks for the numbers of known sets
         return Accepted(run, k, tuple(update.variable_set for update in point.updates))
     return None
+
+
+def count(server: State, run: RunId, state: RunState) -> None:
+    """Count a run that is over, and whether it was captured."""
+    tally, reason = server.tables.tally, server.reasons.pop(run, reasons.UNQUIET)
+    tally.runs += 1
+    if reason == reasons.CAPTURED:
+        tally.captured += 1
+    else:
+        tally.uncaptured[reason if verdict(server, run, state) is None else reasons.FAILED] += 1
 
 
 def finish(server: State, run: RunId, state: RunState) -> None:
@@ -269,7 +280,7 @@ def begin(server: State, run: RunId, now: float, series: int = 0, *, is_cancelle
     is_over, client = failure is not None, sessions.controlling_client(server)
     server.tables.runs[run] = state = RunState(0, 0, 0, -1, failure, is_over, now, client=client)
     if failure is not None:
-        server.tables.tally.runs += 1
+        count(server, run, state)
         finish(server, run, state)
 
 
@@ -315,8 +326,10 @@ def has_large_results(server: State, run: RunId) -> bool:
 def standing_commits(server: State, run: RunId) -> int:
     """How many commits ``run`` will have made when those under way are finished."""
     state = server.tables.runs[run]
-    decided = max((job.k for job in server.tables.jobs.values() if job.kind == "run" and job.run == run), default=0)
-    written = sum(note.k < decided for _, note in writes(server, run))
+    jobs = [job for job in server.tables.jobs.values() if job.kind in ("run", "rest") and job.run == run]
+    decided = max((job.k for job in jobs), default=0)
+    noted = max((job.end_of_writes for job in jobs), default=0)
+    written = sum(note.k < noted for _, note in writes(server, run))
     return state.commits + written + sum(changes(server, run, k) for k in range(state.committed, decided))
 
 

@@ -30,6 +30,12 @@ _STACKS_AFTER, _ALONE_STACKS_AFTER = 2 * NAME_EVERY, 6 * NAME_EVERY
 _RUN, _CLIENT, _STACKS, _ALONE_STACKS = range(4)
 
 
+def patience(server: State) -> float:
+    """The seconds of a wait in a run that is not cancelled before which a tick does nothing about it."""
+    named, timeout = min(NAME_EVERY, server.config.name_after), server.config.step_timeout
+    return named if timeout is None else min(named, timeout)
+
+
 def tick(server: State, now: float) -> None:
     """Name what waits for long: to the controller that waits for it, often enough to name it, else in the log, at
     growing intervals."""

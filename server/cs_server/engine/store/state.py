@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cs_proto.frozen import frozen
-from cs_proto.messages import Error
+from cs_proto.messages import Error, RunId
 from cs_proto.pace import NAME_AFTER
 from cs_server.events import Command, Needed
 
@@ -48,6 +48,9 @@ class State:
     out: list[Command] = field(default_factory=list)
     #: Needs of the current event that were refused: an operation that has one fails with that error.
     refused: dict[Needed, Error] = field(default_factory=dict)
+    #: Of the last runs: why they are not captured, or that they are (:mod:`.reasons`). It is only counted, so a server
+    #: that takes over need not know it.
+    reasons: dict[RunId, int] = field(default_factory=dict)
 
     def rollback(self) -> None:
         """Drop the changes and the commands of the current event."""

@@ -51,6 +51,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Buffer, Record, record
 
+from . import reasons
 from .control_log import Control, ControlDamaged
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
@@ -250,18 +251,24 @@ class SlotFill(_Row):
 class Job(_Row):
     """A commit, under way or waiting for its turn.
 
-    ``run``: merge points of ``run`` up to ``k``, and the write notes before them; ``writes``: the write notes after
-    merge point ``k - 1``, which was its last; ``create``: the value of variable ``number``, made at its point ``k``;
-    ``request``: a controller's write, ``token`` and ``client`` name it; ``slots``: nothing but ``fills``.
+    ``run``: merge points of ``run`` before ``k``, and the write notes before them; ``rest``: the same, and the write
+    notes after them, because merge point ``k - 1`` was its last; ``create``: the value of variable ``number``, made at
+    its point ``k``; ``request``: a controller's write, ``token`` and ``client`` name it; ``slots``: nothing but
+    ``fills``.
     """
 
-    kind: Literal["run", "writes", "create", "request", "slots"]
+    kind: Literal["run", "rest", "create", "request", "slots"]
     run: RunId
     k: int
     number: int
     token: bool
     client: str
     fills: tuple[SlotFill, ...]
+
+    @property
+    def end_of_writes(self) -> int:
+        """The merge point before which the write notes are in this commit."""
+        return self.k + (self.kind == "rest")
 
 
 @record(212)
@@ -297,9 +304,9 @@ class Departure(_Row):
 
 
 @record(218)
-class PlainStep(_Row):
+class CapturedStep(_Row):
     """A step that the other tables do not have yet: its messages as they came, and when. It is the ``count``-th of
-    them."""
+    those of its kind."""
 
     count: int
     since: tuple[float, ...]
@@ -334,6 +341,9 @@ class ServerCounters:
     applies: list[int] = field(default_factory=list)
     #: By kind of wait, the seconds after which the next one is named; 0 before the first.
     name_after: list[float] = field(default_factory=lambda: [0.0] * 4)
+    #: Runs that were decided as captured steps, and the others, by reason.
+    captured: int = 0
+    uncaptured: list[int] = field(default_factory=lambda: [0] * len(reasons.WORDS))
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -428,8 +438,8 @@ class Table(dict[K, V]):
 
 
 class Tables:
-    """All tables over one store. Their changes reach the store at ``flush``, all at once; only plain steps are written
-    by themselves. The changes of an event end with ``flush``, ``keep`` or ``rollback``."""
+    """All tables over one store. Their changes reach the store at ``flush``, all at once; only captured steps are
+    written by themselves. The changes of an event end with ``flush``, ``keep`` or ``rollback``."""
 
     def __init__(self, control: Control, replicas: int) -> None:
         # In the store a key begins with its table's letter. A letter is never reused for another table.
@@ -473,8 +483,8 @@ class Tables:
         self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
         #: By ticket.
         self.checks: Table[int, Check] = Table(b"k", changed)
-        #: By place. A later step overwrites it when it is no longer needed.
-        self.plain: Table[int, PlainStep] = Table(b"y", changed)
+        #: By (number of its kind, place). A later step overwrites it when it is no longer needed.
+        self.captured: Table[tuple[int, int], CapturedStep] = Table(b"y", changed)
         self.tally = _new_tally(replicas)
         self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
         self._replicas = replicas
@@ -509,10 +519,10 @@ class Tables:
             table.accept()
         self._changed.clear()
 
-    def write_plain(self, place: int, step: PlainStep) -> None:
+    def write_captured(self, place: tuple[int, int], step: CapturedStep) -> None:
         """Write a step, without the changes. Raises ControlFull; then nothing is written."""
-        self._control.write({self.plain.letter + _pack_key(place): _pack(step)})
-        self.plain.load(place, step)
+        self._control.write({self.captured.letter + _pack_key(place): _pack(step)})
+        self.captured.load(place, step)
 
     def keep(self) -> None:
         """Keep the changes for the next ``flush``."""

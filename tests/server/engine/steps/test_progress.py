@@ -102,7 +102,7 @@ def test_a_run_ends_when_all_have_returned(replicas: int) -> None:
 
 def test_gradients_in_buffers_that_nobody_asked_for_end_the_run_and_nothing_else() -> None:
     book = Playbook(2).begin().has(spec("w")).has_optimizer().has_set(1)
-    for run in (2, 3):  # the second may be a plain step
+    for run in (2, 3):  # the second may be a captured step
         book.does(returns(0, 1, (applies(0, buffers=1),), run=(run,)))
         why = "gradient of 'w' is said to lie in the second set of buffers, but no Locate asked for that of float32"
         *commands, ended = book.does(returns(1, 1, (applies(0, buffers=1),), run=(run,)))

@@ -76,9 +76,10 @@ def test_those_before_a_merge_point_are_done_just_before_it() -> None:
             done(3),
             done(4),
             writes(W, "assign_add", two, one, reduce="SUM"),
+            done(7),
+            done(6),
         ),
     )
-    seen.on(seen.finished(), commits(done(7), done(6)))
     seen.on(seen.finished(), to(CONTROLLER, RunFinished, commits=7))
     seen.repeat_all()
 

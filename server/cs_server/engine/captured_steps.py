@@ -1,0 +1,565 @@
+"""Captured steps: most steps of a training are decided in one pass, when all replicas have returned.
+
+In a captured step the replicas bring only what needs no answer: gradients of known variable sets, aggregated assigns,
+and write notes. All of it is one commit. So only the messages are written down, as they came, and the other tables do
+not change. Before anything else needs those tables, :meth:`CapturedSteps.unfold` brings them up to date: it hears the
+messages again in the general way. A server that takes the place of this one does the same. ``engine`` asks here before
+every event. Decisions 21 and 33 have the reasons.
+
+A step with a merge point that needs an answer (an ``all_reduce``, a ``merge_call``, the first gradients of a set, an
+assigned Python number) is not captured, because the replicas wait for the server in the middle of it. Nor is one in
+which a replica reads its own update, which takes a commit of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from cs_proto import codec
+from cs_proto.errors import CentralStorageError, PeerProtocolError
+from cs_proto.frozen import frozen
+from cs_proto.messages import (
+    MOST_AHEAD,
+    ApplyPoint,
+    Ask,
+    AssignPoint,
+    Configure,
+    Describe,
+    Done,
+    Get,
+    Locate,
+    Return,
+    RunFinished,
+    RunId,
+    Statistics,
+    StepFinished,
+    WaitReport,
+    WriteNote,
+)
+from cs_proto.records import replace
+from cs_server.events import Apply, Command, Commit, Event, Finished, Received, Send, Tick, Write
+
+from . import dispatch, sessions
+from .catalogue import optimizers, updates, variables
+from .steps import progress, runs, watchdog
+from .store import reasons
+from .store.control_log import ControlDamaged, ControlFull
+from .store.state import State
+from .store.tables import CapturedStep, joined, parted
+
+__all__ = ["CapturedSteps", "is_small"]
+
+_log = logging.getLogger("cs_server.engine")
+
+# A larger result is not written at once.
+_SMALL_NBYTES = 4096
+# The most bytes of all messages of a captured step, which are written down as one record, and of all these records.
+_STEP_NBYTES, _STEPS_NBYTES = 1 << 20, 16 << 20
+# The longest lookahead: that many steps are heard again when the tables are brought up to date.
+_MOST_AHEAD = 16
+# The most kinds of steps. The last step of each is kept.
+_KINDS = 8
+# To hear the last steps again costs as much as to hear them in the general way. So if something else comes after fewer
+# captured steps than that, the next step is not captured.
+_WORTH = 2
+# The shapes of a replica's notes that are remembered.
+_SHAPES = 64
+# The reasons that are remembered, by run.
+_REASONS = 256
+# Requests that change nothing that a later step depends on.
+_READS = (Get, Describe, Locate, Statistics)
+
+#: What counts of the notes of one replica, in order: of an apply its sets and the bound on the gradients, of an assign
+#: the variable and the operation, of a write note the variable.
+_Shape: TypeAlias = tuple[Any, ...]
+
+
+@frozen
+class _Kind:
+    """What all steps have in common in which the replicas bring notes of the same shapes."""
+
+    number: int
+    #: How many merge points there are, and how many of them are applies.
+    points: int
+    applies: int
+    #: How many write notes the replicas bring together.
+    notes: int
+    #: The variable sets that are updated, and the variables that are written, with repetitions.
+    sets: tuple[int, ...]
+    written: tuple[int, ...]
+    #: How many commits such a step counts as.
+    commits: int
+
+
+@frozen
+class _Ground:
+    """What holds as long as nothing but captured steps is heard."""
+
+    #: The peer name and the incarnation of each worker, by replica.
+    workers: tuple[tuple[bytes, int], ...]
+    controller: bytes
+    client: str
+
+
+class _Held(NamedTuple):
+    """A return that waits for those of the other replicas."""
+
+    event: Received
+    record: Return
+    now: float
+    shape: _Shape
+
+
+class CapturedSteps:
+    """The steps that were decided and that the other tables do not have yet, and the returns of the current step."""
+
+    def __init__(self, server: State) -> None:
+        self._server = server
+        self._may_begin = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """The other tables have everything."""
+        self._ground: _Ground | None = None
+        self._held: list[_Held] = []
+        self._run = self._series = self._lookahead = 0  # the last ones
+        self._returns: list[Return] = []  # of the last one, in replica order
+        self._kind: _Kind | None = None  # of the last one
+        self._began = 0.0  # when its first return came
+        self._committing = 0  # the ticket of its commit
+        self._shapes: dict[_Shape, bool] = {}  # those whose sets exist: whether they have write notes, to be checked
+        self._kinds: dict[tuple[_Shape, ...], _Kind] = {}
+        self._counts = [0] * _KINDS  # of the steps of each kind that the other tables do not have
+        self._tickets = 0  # of their commits
+        self._applied: Counter[int] = Counter()  # in them, by variable set
+        self._sizes: dict[tuple[int, int], int] = {}  # bytes of what is written down of them, by place
+        self._nbytes = 0
+        self._has_changes = False  # whether steps among them have brought changes of hyperparameters
+
+    def hear(self, event: Event, now: float) -> list[Command] | None:
+        """The commands that follow from ``event``. None if the event needs the general way."""
+        reason = reasons.AFTER
+        if type(event) is Received:
+            record = event.record
+            if type(record) is Return:
+                held = self._hold(event, record, now)
+                if not isinstance(held, int):
+                    self._held.append(held)
+                    if len(self._held) < len(self._server.replicas):
+                        return []
+                    decided = self._decide()
+                    if not isinstance(decided, int):
+                        return decided
+                    self._held.pop()
+                    held = decided
+                reason = held
+                self._note(record.run, reason)
+            elif isinstance(record, _READS) or (type(record) is Configure and _only_changes_numbers(record)):
+                if self._ground is None:
+                    return None
+                if (answer := self._answer(event, record, now)) is not None:
+                    return answer
+            elif type(record) is Ask:
+                reason = reasons.reason_of(record)
+                self._note(record.run, reason)
+            elif type(record) is WaitReport:
+                reason = reasons.SLOW
+                self._note(record.run, reason)
+        elif type(event) is Finished:
+            if self._committing and event.ticket == self._committing:
+                self._committing = 0
+                return self._answers()
+            if self._ground is None:
+                return None
+        elif type(event) is Tick:
+            if self._ground is None:
+                return None
+            if not self._is_slow(now):
+                return []
+            reason = reasons.SLOW
+        self._leave(event, reason)
+        return None
+
+    def _leave(self, event: Event, reason: int) -> None:
+        """The event needs the general way: what that means for the step that it comes into, and for the next one."""
+        count = sum(self._counts)
+        if self._held:
+            self._note(self._held[0].record.run, reason)
+        if self._ground is None:
+            self._may_begin = type(event) is Received and type(event.record) is Return
+        else:
+            self._may_begin = count >= _WORTH
+            if _log.isEnabledFor(logging.DEBUG):
+                what = type(event.record if isinstance(event, Received) else event).__name__
+                _log.debug("%d steps were captured, until a %s came: %s", count, what, reasons.WORDS[reason])
+
+    def unfold(self) -> list[tuple[Received, float]]:
+        """Bring the other tables up to date, as if everything had been heard in the general way. What the store lacks
+        is kept for the next flush. Returns the messages of a step of which not all replicas have returned, and when
+        they came: they have to be heard in the general way now."""
+        tables, held = self._server.tables, [(each.event, each.now) for each in self._held]
+        if self._ground is None and not tables.captured:
+            return []
+        if tables.captured:
+            # A server that took over cannot know whether the last commit had begun: it takes it as under way.
+            is_committing = self._committing != 0 or self._ground is None
+            seen = [*tables.tally.seen]
+            self._replay(is_committing)
+            tables.tally.seen = list(map(max, seen, tables.tally.seen))
+            for key in tables.captured:
+                del tables.captured[key]
+            tables.keep()
+        self._forget()
+        return held
+
+    def _replay(self, is_committing: bool) -> None:
+        """Hear those recorded steps in the general way that a peer may still ask for: the last one, and as many of its
+        series before it as the client sends ahead. Other steps are only counted. The commit of the last step stays
+        under way if ``is_committing``."""
+        server = self._server
+        entries = server.tables.captured.items()
+        steps = [(number, step, list(map(_returned, step.heard))) for (number, _), step in entries]
+        steps.sort(key=lambda each: each[2][0].run)
+        *_, last, heard = steps[-1]
+        first, series = heard[0].run[0] - (heard[0].lookahead if heard[0].series else 0), heard[0].series
+        known = [each for each in steps if each[2][0].run[0] >= first and each[2][0].series == series]
+        for number, step, heard in {each[0]: each for each in steps}.values():  # the last one of each kind
+            repeated = sum(each[0] == number for each in known)
+            returns = sorted(heard, key=lambda record: record.replica)
+            self._count(_kind_of(number, [_shape_of(record) or () for record in returns]), step.count - repeated)
+        for _, step, heard in known:
+            self._note(heard[0].run, reasons.CAPTURED)
+            for now, record in zip(step.since, heard, strict=True):
+                peer = sessions.worker_peer(server, record.replica)
+                self._hear_again(Received(peer or b"", record), now)
+            if server.tables.tally.committing and not (step is last and is_committing):
+                self._hear_again(Finished(server.tables.tally.committing), step.since[-1])
+
+    def _hear_again(self, event: Event, now: float) -> None:
+        """Bring the tables up to date with one event. It was answered before, so its commands are dropped."""
+        dispatch.hear(self._server, event, now)
+        dispatch.settle(self._server)
+        self._server.out.clear()
+
+    def _count(self, kind: _Kind, count: int) -> None:
+        """Count ``count`` finished steps of a kind in the tables."""
+        server, tally = self._server, self._server.tables.tally
+        tally.messages += count * len(server.replicas)
+        tally.runs += count
+        tally.captured += count
+        tally.commits += count * kind.commits
+        tally.tickets += count * bool(kind.commits)
+        for replica in server.replicas:
+            tally.replica_runs[replica] += count
+            tally.points[replica] += count * kind.points
+            tally.applies[replica] += count * kind.applies
+        if count:
+            for number in kind.sets:
+                optimizers.applied(server, number, count)
+            for number in kind.written:
+                variables.written(server, number, count)
+
+    def _note(self, run: RunId, reason: int) -> None:
+        """Note why a run is not captured, or that it is. Of several reasons the first counts, and a question of a
+        replica more than a wait."""
+        known = self._server.reasons
+        if reason == reasons.CAPTURED or (known.get(run) == reasons.SLOW and reason in reasons.OF_QUESTIONS):
+            known[run] = reason
+        else:
+            known.setdefault(run, reason)
+        if len(known) > _REASONS:
+            del known[next(iter(known))]
+
+    # --- what is captured ---------------------------------------------------------------------------------------------
+
+    def _hold(self, event: Received, record: Return, now: float) -> _Held | int:
+        """A return of a step that may be captured; or the reason why it is not."""
+        if len(record.run) > 1:
+            return reasons.MERGE_CALL
+        if self._committing or (self._ground is None and not self._may_begin):
+            return reasons.AFTER
+        ground = self._ground or self._look()
+        if ground is None:
+            return reasons.UNQUIET
+        if not 0 <= record.replica < len(ground.workers):
+            return reasons.FAILED
+        run, series, lookahead = record.run[0], record.series, record.lookahead
+        # Within a series the lookahead stays, and of a series that was left no step comes again.
+        is_next = lookahead == self._lookahead if series == self._series else series in (0, run)
+        is_next = is_next and self._run < run <= self._run + 1 + MOST_AHEAD
+        for held in self._held:
+            other = held.record
+            is_next = is_next and (other.run, other.series, other.lookahead) == (record.run, series, lookahead)
+            is_next = is_next and other.replica != record.replica and other.changes == record.changes
+        is_theirs = (event.peer, record.incarnation) == ground.workers[record.replica]
+        if not is_next or not is_theirs or record.client not in ("", ground.client):
+            return reasons.UNQUIET
+        if lookahead > _MOST_AHEAD:
+            return reasons.AHEAD
+        shape = _shape_of(record)
+        if record.value is None or shape is None:
+            return reasons.FAILED
+        if self._shapes.get(shape, True) and not self._fits(record, shape):
+            return reasons.FAILED
+        if self._ground is None:
+            self._ground = ground
+            _log.debug("steps are captured from run %d on", run)
+        return _Held(event, record, now, shape)
+
+    def _fits(self, record: Return, shape: _Shape) -> bool:
+        """Whether the notes would be taken as they come, before those of the other replicas are known."""
+        server, writes = self._server, self._shapes.get(shape)
+        if writes is None:
+            for part in shape:
+                if type(part) is tuple and len(part) == 3:
+                    for optimizer, number, _ in part[0]:
+                        known = server.tables.sets.get(number)
+                        if known is None or known.optimizer != optimizer:
+                            return False
+            if len(self._shapes) == _SHAPES:
+                self._shapes.clear()
+            writes = self._shapes[shape] = any(type(part) is int for part in shape)
+        if writes:
+            try:
+                progress.make(server, (), [note for note in record.notes if isinstance(note, WriteNote)], Counter())
+            except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
+                return False
+        return True
+
+    def _look(self) -> _Ground | None:
+        """What captured steps may rely on. None if something else is going on."""
+        tables = self._server.tables
+        for run, state in tables.runs.items():
+            if not state.is_finished or state.failure is not None:
+                return None
+            for replica in self._server.replicas:
+                returned = tables.stands[run, replica].returned
+                if returned is None or returned.error is not None:
+                    return None
+        others = (tables.jobs, tables.held, tables.deaths, tables.writes, tables.computations)
+        if any(others) or tables.checks or tables.digests or len(tables.workers) < len(self._server.replicas):
+            return None
+        if any(map(runs.lies_in_arena, tables.outcomes.values())):
+            return None
+        workers = [tables.workers[replica] for replica in self._server.replicas]
+        controller = sessions.controller_peer(self._server)
+        hello = None if controller is None else sessions.hello_of(self._server, controller)
+        if controller is None or hello is None or not all(worker.is_announced for worker in workers):
+            return None
+        if not all(session.is_welcome for session in tables.clients.values()):
+            return None
+        last = max((run for run in tables.runs if len(run) == 1), default=None)
+        returned = None if last is None else tables.stands[last, 0].returned
+        self._run = 0 if last is None else last[0]
+        self._series = 0 if returned is None else returned.series
+        self._lookahead = 0 if returned is None else returned.lookahead
+        return _Ground(tuple((worker.peer, worker.worker.incarnation) for worker in workers), controller, hello.client)
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> list[Command] | int:
+        """All replicas have returned: write the step down and begin its commit. The reason if it is not captured."""
+        server, tables = self._server, self._server.tables
+        in_order = sorted(self._held, key=lambda held: held.record.replica)
+        returns, shapes = [held.record for held in in_order], tuple([held.shape for held in in_order])
+        kind = self._kinds.get(shapes)
+        if kind is None:
+            if len(self._kinds) == _KINDS:
+                return reasons.KINDS
+            if len({tuple([part for part in shape if type(part) is tuple]) for shape in shapes}) > 1:
+                return reasons.FAILED  # the replicas do not meet
+            kind = _kind_of(len(self._kinds), shapes)
+        run, series, lookahead = returns[0].run[0], returns[0].series, returns[0].lookahead
+        heard = tuple([joined(held.event.parts or codec.encode(held.record)) for held in self._held])
+        place = kind.number, run % (1 + lookahead) if series else 0
+        size = sum(map(len, heard))
+        grows = size - self._sizes.get(place, 0)
+        if size > _STEP_NBYTES or self._nbytes + grows > _STEPS_NBYTES:
+            return reasons.LARGE
+        step = CapturedStep(self._counts[kind.number] + 1, tuple([held.now for held in self._held]), heard)
+        try:
+            if tables.is_ahead:
+                tables.flush()
+            changed = optimizers.changed(server, returns[0].changes)
+            for optimizer in changed:
+                tables.optimizers[optimizer.number] = optimizer
+            operations = self._operations(kind, returns)
+            tables.write_captured(place, step)
+        except Exception as error:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
+            server.rollback()
+            return reasons.LARGE if isinstance(error, ControlFull) else reasons.FAILED
+        if changed:
+            self._has_changes = True
+            # The next step writes them. Until then the message of this one has them, and whoever hears it again, and
+            # those after it, finds the same numbers.
+            tables.keep()
+        self._kinds[shapes] = kind
+        self._counts[kind.number] += 1
+        self._sizes[place] = size
+        self._nbytes += grows
+        self._run, self._series, self._lookahead = run, series, lookahead
+        self._returns, self._kind, self._began = returns, kind, self._held[0].now
+        self._held = []
+        if not kind.commits:
+            return self._answers()
+        self._tickets += 1
+        self._committing = tables.tally.tickets + self._tickets
+        return [Commit(self._committing, operations)]
+
+    def _operations(self, kind: _Kind, returns: Sequence[Return]) -> tuple[Apply | Write, ...]:
+        """What a step commits. Raises as the general way does where it does not fit."""
+        notes: list[WriteNote] = []
+        brought: list[Any] = [record.notes for record in returns]
+        if kind.notes:
+            notes = [note for each in brought for note in each if type(note) is WriteNote]
+            brought = [[note for note in each if type(note) is not WriteNote] for each in brought]
+        points = list(zip(*brought, strict=True))
+        for each in points:
+            if type(each[0]) is ApplyPoint:
+                updates.check_gradients(self._server, each)
+        return progress.make(self._server, points, notes, self._applied)
+
+    def _answers(self) -> list[Command]:
+        ground, returns, kind = self._ground, self._returns, self._kind
+        assert ground is not None
+        assert kind is not None
+        run = returns[0].run
+        commands: list[Command] = []
+        if self._series:
+            finished = StepFinished(run, False)
+            commands += [Send(peer, finished) for peer, _ in ground.workers]
+        values = tuple([record.value for record in returns if record.value is not None])
+        commands.append(Send(ground.controller, RunFinished(run, values, None, kind.commits)))
+        return commands
+
+    # --- what comes between -------------------------------------------------------------------------------------------
+
+    def _is_slow(self, now: float) -> bool:
+        """Whether a tick has something to say of the step that is under way."""
+        if not self._held and not self._committing:
+            return False
+        began = self._held[0].now if self._held else self._began
+        return now - began >= watchdog.patience(self._server)
+
+    def _answer(self, event: Received, record: Any, now: float) -> list[Command] | None:
+        """The answer to a request that changes at most the numbers of an optimizer. The tables count the steps while
+        it is looked up, and not longer, because the store has these steps only as captured ones. None if the general
+        way has to answer."""
+        server, tables = self._server, self._server.tables
+        if self._committing or (self._held and (type(record) is Statistics or self._held[0].record.changes)):
+            return None
+        if type(record) is Locate and record.buffers == 1:  # may make the second set
+            return None
+        if type(record) is Configure and (self._held or self._has_changes):
+            return None
+        try:
+            for kind in self._kinds.values():
+                self._count(kind, self._counts[kind.number])
+            dispatch.hear(server, event, now)
+            answer = list(server.out)
+        except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
+            return None
+        finally:
+            server.rollback()
+        if type(record) is Configure:
+            return self._configured(event, record, answer, now)
+        tables.tally.messages += 1
+        if (replica := sessions.replica_at(server, event.peer)) is not None:
+            tables.tally.seen[replica] = now
+        tables.keep()
+        return answer
+
+    def _configured(
+        self, event: Received, record: Configure, answer: list[Command], now: float
+    ) -> list[Command] | None:
+        """Change the numbers of an optimizer, and answer. The steps before are finished, so it does not matter for
+        them that the change is written first; they have brought no changes of their own, which would come again later
+        than this one."""
+        tables, key = self._server.tables, (False, record.client)
+        reply = answer[0].record if len(answer) == 1 and isinstance(answer[0], Send) else None
+        if not isinstance(reply, Done):
+            return None
+        try:
+            dispatch.hear(self._server, event, now)
+            tables.requests[key] = replace(tables.requests[key], reply=reply)  # that counts the captured steps
+            tables.flush()
+        except CentralStorageError:
+            self._server.rollback()
+            return None
+        self._server.out.clear()
+        return answer
+
+
+def _only_changes_numbers(record: Configure) -> bool:
+    """Whether it sets hyperparameters, and neither makes an optimizer, nor changes its schedule or what it counts. A
+    schedule would be evaluated for finished steps, too, when they are heard again."""
+    is_of_numbers = record.schedule is None and record.exempt is None and not record.steps
+    return record.optimizer > 0 and record.iterations < 0 and is_of_numbers
+
+
+def is_small(record: Return) -> bool:
+    """Whether a record is so small that an error in its place would need as much room."""
+    value = record.value
+    if value is None or not all(isinstance(note, ApplyPoint) for note in record.notes):
+        return False
+    return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
+
+
+def _shape_of(record: Return) -> _Shape | None:
+    """The shape of the notes of a Return. None if one needs an answer or is not the next one."""
+    parts: list[Any] = []
+    k = writes = 0
+    for note in record.notes:
+        if note.k != k:
+            return None
+        if type(note) is ApplyPoint:
+            sets = [
+                (each.optimizer, each.variable_set, tuple([g.variable for g in each.sparse]) if each.sparse else ())
+                for each in note.updates
+            ]
+            for _, number, _ in sets:
+                if not number:  # the replica would wait for it
+                    return None
+            parts.append((tuple(sets), note.global_clipnorm, note.clip_epsilon))
+            k += 1
+        elif type(note) is AssignPoint:
+            if note.checked:
+                return None
+            parts.append((note.variable, note.op))
+            k += 1
+        elif type(note) is WriteNote:
+            if note.number != writes:
+                return None
+            parts.append(note.variable)
+            writes += 1
+    return tuple(parts) if record.count == k else None
+
+
+def _kind_of(number: int, shapes: Sequence[_Shape]) -> _Kind:
+    """The kind of steps in which the replicas bring notes of these shapes, by replica."""
+    points = [part for part in shapes[0] if type(part) is tuple]
+    applies = [part[0] for part in points if len(part) == 3]
+    notes = [part for shape in shapes for part in shape if type(part) is int]
+    return _Kind(
+        number,
+        len(points),
+        len(applies),
+        len(notes),
+        tuple(variable_set for sets in applies for _, variable_set, _ in sets),
+        (*(part[0] for part in points if len(part) == 2), *notes),
+        len(points) + len(notes),
+    )
+
+
+def _returned(message: bytes) -> Return:
+    try:
+        record = parted(message)
+    except (PeerProtocolError, ValueError, struct.error) as error:
+        raise ControlDamaged(f"a message in the control store does not read back: {error}") from error
+    if not isinstance(record, Return):
+        raise ControlDamaged(f"the control store has a {type(record).__name__} for a Return")
+    return record
