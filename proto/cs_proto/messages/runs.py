@@ -244,8 +244,8 @@ class RunFinished(OfRun):
 @record(88)
 class StepFinished(OfRun):
     """Server to the replicas of a step of a series, once all have returned and their updates are committed: the next
-    step may begin. If this step ``failed``, no later step of the series begins. The mark ``run`` of a mailbox stands
-    for this record without ``failed``."""
+    step may begin. If this step ``failed``, no later step of the series begins. A mark in a mailbox
+    (the number of the run) stands for this record without ``failed``."""
 
     run: RunId
     failed: bool

@@ -46,7 +46,7 @@ _log = logging.getLogger("central_storage.mailbox")
 #: Whether this machine orders memory accesses as mailboxes need it.
 IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
 
-# The four words of 8 bytes are 512 bytes apart, so that no two share a cache line or one that is prefetched with it.
+# These four words of 8 bytes are 512 bytes apart, so that no two share a cache line or one that is prefetched with it.
 _WORDS_NBYTES = 4096
 _HEAD, _TAIL, _SLEEPS, _LEFT = 0, 64, 128, 192
 # The mark lies in the cache line of the head, at which a polling reader looks anyway. Its upper bits count marks, so
@@ -350,7 +350,7 @@ class Mailboxes(Generic[K]):
         self._due: deque[tuple[K, Sequence[Buffer] | int]] = deque()
         self._rung = 0
         self._is_asleep = False
-        #: Messages that were posted here, and how often a doorbell woke this process.
+        #: Messages that were posted and marks that were left here, and how often a doorbell woke this process.
         self.posted = 0
         self.woken = 0
 
@@ -371,6 +371,7 @@ class Mailboxes(Generic[K]):
         box = self._mapped(made, descriptors, is_maker=True)
         if isinstance(box, str):
             _log.debug("no mailbox with %r: %s", peer, box)
+            self.forget(peer)  # an earlier one is of a process that has gone
             return None
         if peer in self._offered:
             self._offered[peer].close()
@@ -385,6 +386,7 @@ class Mailboxes(Generic[K]):
         if answer.refused:
             _log.warning("%r does not open its mailbox: %s", peer, answer.refused)
             box.close()
+            self.forget(peer)  # as above
         else:
             self._add(peer, box)
 
@@ -491,7 +493,7 @@ class Mailboxes(Generic[K]):
         """Queue a message of ``peer`` that came over ZeroMQ. :meth:`take` returns it after those posted before it."""
         box = self._boxes.get(peer)
         if box is not None:
-            while box.has_mail and (posted := self._take_from(peer, box)) is not None:
+            while self._boxes.get(peer) is box and box.has_mail and (posted := self._take_from(peer, box)) is not None:
                 self._due.append((peer, posted))
             box.came_elsewhere()
         self._due.append((peer, parts))
@@ -507,7 +509,7 @@ class Mailboxes(Generic[K]):
             if (number := box.take_mark()) is not None:
                 return peer, number
             if (parts := self._take_from(peer, box)) is not None:
-                if len(self._boxes) > 1:  # the others first, next time
+                if parts and len(self._boxes) > 1:  # the others first, next time
                     self._boxes[peer] = self._boxes.pop(peer)
                 return peer, parts
         return None
@@ -559,6 +561,8 @@ class Mailboxes(Generic[K]):
             return box.take()
         except PeerProtocolError as error:
             _log.warning("%r: %s", peer, str(error))
+            if (number := box.take_mark()) is not None:
+                self._due.append((peer, number))
             self._boxes.pop(peer, None)
             box.leave()
             self._drop(box)

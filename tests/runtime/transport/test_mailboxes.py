@@ -316,6 +316,51 @@ def test_a_damaged_one_is_given_up_with_a_message_that_is_none(ends: Ends) -> No
     assert not ends.here.post("there", [b"y"])
 
 
+def test_of_three_mailboxes_one_that_is_damaged_is_given_up_with_its_mark() -> None:
+    every = [Ends() for _ in range(3)]
+    one: Mailboxes[str] = Mailboxes(select.poll(), 0.0)
+    try:
+        for number, ends in enumerate(every):
+            name, (_, copies) = str(number), ends.offer(number)
+            ends.here.taken("there", one.open(name, messages.Mailbox(number, True, ""), copies))
+            assert ends.here.post("there", [b"x"])
+            one.came(name, [b"the first goes over ZeroMQ"])
+            ends.here.sent("there")
+        heard = [one.take() for _ in range(6)]
+        assert None not in heard
+        assert every[0].here.post("there", [b"y"])
+        every[0].here._boxes["there"]._out.words[0] = 1 << 40
+        assert every[0].here.mark("there", 5)
+        assert one.take() == ("0", 5)
+        assert one.take() == ("0", ())
+        assert one.peers() == ("1", "2")
+        assert every[1].here.mark("there", 6)
+        every[1].here._boxes["there"]._out.words[0] = 1 << 40
+        one.came("1", [b"over ZeroMQ"])
+        assert [one.take() for _ in range(3)] == [("1", 6), ("1", ()), ("1", [b"over ZeroMQ"])]
+        assert one.take() is None
+    finally:
+        one.close()
+        for ends in every:
+            ends.close()
+
+
+@pytest.mark.parametrize("who", ["supervisor", "peer"])
+def test_where_another_one_is_refused_the_old_one_is_given_up(ends: Ends, who: str) -> None:
+    """It is of a process that has gone: what is posted there nobody reads."""
+    ends.shake_hands()
+    assert ends.here.post("there", [b"1"])
+    if who == "supervisor":
+        assert ends.here.offer("there", messages.Mailbox(0, False, "none here"), ()) is None
+    else:
+        _, copies = ends.offer(8)
+        for copy in copies:
+            os.close(copy)
+        ends.here.taken("there", messages.MailboxAccepted(8, "none here"))
+    assert not ends.here
+    assert not ends.here.post("there", [b"2"])
+
+
 def test_who_lives_on_is_heard_elsewhere(ends: Ends) -> None:
     ends.shake_hands()
     ends.there.forget("here")

@@ -187,5 +187,5 @@ class Link:
 def _step_finished(peer: bytes, number: int) -> Record:
     """What a mark of the server stands for."""
     moment("decoded")
-    _log.debug("received from %r: the mark of step %d", peer, number)
+    _log.debug("received from %r: the mark of run %d", peer, number)
     return messages.StepFinished((number,), False)
