@@ -73,7 +73,7 @@ def rate(kind: Kind, numbers: Sequence[float], step: float) -> float:
 
 
 def _floor(value: float) -> float:
-    """The whole part, also of infinity, of which ``math.floor`` knows none."""
+    """``math.floor``, which raises for infinity; infinity stays as it is."""
     return math.floor(value) if math.isfinite(value) else value
 
 
@@ -123,8 +123,11 @@ def _cosine_restarts(
     step: float, initial: float, first_decay_steps: float, t_mul: float, m_mul: float, alpha: float
 ) -> float:
     elapsed = step / first_decay_steps
-    if t_mul == 1:
-        restarts = _floor(elapsed)
+    restarts: float
+    if not math.isfinite(elapsed * t_mul):
+        restarts, fraction = math.inf, 0.0
+    elif t_mul == 1:
+        restarts = math.floor(elapsed)
         fraction = elapsed - restarts
     else:
         restarts = math.floor(math.log(1 + elapsed * (t_mul - 1)) / math.log(t_mul))

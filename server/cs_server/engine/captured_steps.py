@@ -191,6 +191,9 @@ class CapturedSteps:
             self._note(self._held[0].record.run, reason)
         if self._ground is None:
             self._may_begin = type(event) is Received and type(event.record) is Return
+            # What was found for a return that was not taken is found again for the next one.
+            self._run = self._series = self._lookahead = 0
+            self._shapes.clear()
         else:
             self._may_begin = count >= _WORTH
             if _log.isEnabledFor(logging.DEBUG):

@@ -677,13 +677,20 @@ def test_reasons_of_a_client_are_not_those_of_the_next() -> None:
     assert counted(two.short, two.long)[0] == before
 
 
-def test_a_schedule_beyond_the_range_of_a_float_ends_no_server() -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule("ExponentialDecay", (0.1, 1e-310, 0.5, 1.0)),
+        Schedule("CosineDecayRestarts", (0.1, 1e-310, 2.0, 1.0, 0.0)),
+        Schedule("CosineDecayRestarts", (0.1, 1e-310, 1.0, 0.5, 0.0)),
+    ],
+)
+def test_a_schedule_beyond_the_range_of_a_float_ends_no_server(schedule: Schedule) -> None:
     two = Two(2)
     for two.run in (2, 3, 4):
         for replica in (0, 1):
             two.hear(two.said(replica, KINDS[0], 0))
         two.settle()
-    schedule = Schedule("ExponentialDecay", (0.1, 1e-310, 0.5, 1.0))
     two.hear(hears(CONTROLLER, Configure("c", 50, 1, "SGD", (), schedule, -1)))
     copy = ControlMemory()
     copy.write(dict(two.store.items()))
