@@ -57,7 +57,7 @@ def sides(rule: Rule, nbytes: int, threads: int) -> dict[str, Callable[[], None]
     def update(lane_of: Callable[[undo.Lane], undo.Lane], share: Any) -> None:
         (w, *others), lane = share
         slots, gradients = tuple(others[:-REPLICAS]), tuple(others[-REPLICAS:])
-        numbers = kernels.Numbers(rule, w.dtype, REPLICAS)
+        numbers = kernels.UpdateNumbers(rule, w.dtype, REPLICAS)
         numbers.set(GIVEN, 1, ())
         kernels.BoundRanges(numbers, whole, w, slots, gradients, lane_of(lane)).update(is_scaled=False)()
 

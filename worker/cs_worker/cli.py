@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.register_at_fork(after_in_child=connection.close)
         os.register_at_fork(after_in_child=interrupts.forget)
         link = Link(config, connection, _end, ring_doorbell(), turns)
+    except ShutdownError:  # the supervisor has gone
+        _end()
     except CentralStorageError as error:
         print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201  (a command line prints)
         return 2

@@ -127,8 +127,8 @@ class Loop:
                 self._shop.conversation.link.send_supervisor(messages.MadeProgress(self._shop.config.incarnation))
 
     def _foresee(self, run: Run) -> None:
-        """Have ready what the next run needs, while others have the run that has just ended. A function that has come
-        twice in a row probably comes again."""
+        """Set the random states of the next run while the server and the script finish this one. A function that has
+        come twice in a row probably comes again."""
         before, self._last = self._last, (run.name, run.step)
         if before == (run.name, run.step - 1) and not self._shop.turns.is_shared:
             self._seeds.foresee(Streams(run.seed, run.name, run.step + 1, run.replica))

@@ -270,7 +270,7 @@ class Session:
             self._channel.mailboxes.ring()
 
     def _do(self, commands: Sequence[Command]) -> None:
-        """Do what the core commands. The first two kinds are those of every step."""
+        """Of :meth:`carry_out`, without the wake-ups. The first two kinds of commands are those of every step."""
         for command in commands:
             if type(command) is Post:
                 if isinstance(command.message, list):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_gradients", "checked_variable"]
 
 
-# How gradients are combined where nothing is said of it.
+# The default: gradients are summed, without weight or bound.
 _SUMMED = Combining()
 
 

@@ -221,7 +221,7 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics, and the result of ``strategy.statistics()``: counts.
+    """Reply to Statistics, and the result of ``strategy.statistics()``: the server's counters.
 
     ``uptime`` is in seconds. ``replicas`` has the counts of each replica. ``parameter_nbytes`` and ``slot_nbytes`` are
     the bytes of all variables and of all slots.

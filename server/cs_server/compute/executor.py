@@ -29,7 +29,7 @@ from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, 
 from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_ratio
 
 from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
-from .kernels import BoundRanges, Numbers, apply_dense, in_turn
+from .kernels import BoundRanges, UpdateNumbers, apply_dense, in_turn
 from .sparse import Merged, Table, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
@@ -466,15 +466,15 @@ _Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray,
 
 
 class _Plan:
-    """The constant data of updates of the same parts: their places, the shares of the lanes, and the kernels of each
-    share."""
+    """Updates of the same parts: their places, the shares of the lanes, the kernels of each share, and the numbers of
+    the next update."""
 
     def __init__(
         self, parts: Sequence[tuple[int, int, Rule, tuple[tuple[int, int], ...], _Arrays]], lanes: int
     ) -> None:
         """``parts``: of each the number of its step, its own number there, its rule, its ranges and its arrays."""
         self._parts = [
-            (which, number, arrays, Numbers(rule, arrays[0].dtype, len(arrays[2])))
+            (which, number, arrays, UpdateNumbers(rule, arrays[0].dtype, len(arrays[2])))
             for which, number, rule, _, arrays in parts
         ]
         self.shares = _shares(tuple([ranges for *_, ranges, _ in parts]), lanes)

@@ -83,13 +83,13 @@ def apply_dense(
 
     Raises InvalidArgumentError before anything is changed, when something of this does not hold.
     """
-    numbers = Numbers(rule, parameters.dtype, len(gradients))
+    numbers = UpdateNumbers(rule, parameters.dtype, len(gradients))
     update = BoundRanges(numbers, ranges, parameters, slots, gradients).update(bool(scale))
     numbers.set(hyperparameters, t, scale)
     update()
 
 
-class Numbers:
+class UpdateNumbers:
     """What changes from one update of some ranges to the next: the rule's numbers, the weights and the factor. Every
     share of the update reads the same ones."""
 
@@ -104,9 +104,10 @@ class Numbers:
     def set(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float]) -> None:
         """Let the next update be the rule's t-th. ``scale`` is as `apply_dense` takes it."""
         self.given = hyperparameters, t, scale
-        self.numbers[:] = scalars(self.rule, hyperparameters, t, self.numbers.dtype)
-        if scale:
-            self.scale[:] = scale
+        if self.numbers.dtype.name in KERNEL_DTYPES:
+            self.numbers[:] = scalars(self.rule, hyperparameters, t, self.numbers.dtype)
+            if scale:
+                self.scale[:] = scale
 
 
 class BoundRanges:
@@ -114,7 +115,7 @@ class BoundRanges:
 
     def __init__(
         self,
-        numbers: Numbers,
+        numbers: UpdateNumbers,
         ranges: Array,
         parameters: Array,
         slots: tuple[Array, ...],
@@ -144,7 +145,9 @@ class BoundRanges:
             return self._apply_reference
         scale = self._numbers.scale if is_scaled else self._numbers.scale[:0]
         arrays = (self._ranges, self._addresses, scale, self._before)
-        return _bound(self._kernel, self._numbers.numbers, self._written, self._lane, *arrays)
+        bound = _bound(self._kernel, self._numbers.numbers, self._written, self._lane, *arrays)
+        bound.keeps(self._gradients)
+        return bound
 
     def _apply_reference(self) -> None:
         parameters, *slots = self._written
@@ -157,8 +160,8 @@ class BoundRanges:
 
 
 def in_turn(updates: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """What makes these updates one after the other: compiled ones by one call, so that a thread does not wait for the
-    GIL between two of them."""
+    """What makes these updates one after the other. If all are compiled, one call makes them, so that a thread does not
+    wait for the GIL between two of them."""
     if len(updates) == 1:
         return updates[0]
     bound = [update for update in updates if isinstance(update, object_loader.Bound)]
@@ -310,6 +313,7 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
         if is_asked:
             compiled += _prepare(rule, dtype, directory, is_sparse=is_sparse, is_awaited=False)
+    object_loader.chain()
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 

@@ -1,13 +1,13 @@
-"""Runs machine code that `jit` has made, in this process or, kept in a file, in another one.
+"""Runs machine code that `jit` has made, in this process or, kept in a file, in another; several pieces by one call.
 
 That needs LLVM, not numba, whose import alone takes longer than everything else a server does at its start; and the
 code is no pickle. Whoever calls `kernel` vouches for the code: where it came from, and that it is whole.
 """
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
@@ -18,7 +18,7 @@ SYMBOL = "kernel"
 """The name of the function that a piece of machine code holds."""
 
 Bind: TypeAlias = Callable[..., "Bound"]
-"""Takes arrays, in the order in which `jit` finds them."""
+"""Takes arrays, in the order in which the code finds them, and returns the code over these arrays."""
 
 # What numba gives to a function beside its arguments: where to put a result, and an exception. A kernel has neither.
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -43,16 +43,20 @@ class Bound:
     """A kernel with the arrays that it runs over. Call it any number of times: it reads what they hold by then. It
     holds no lock, and not the GIL."""
 
-    def __init__(self, engine: llvm.ExecutionEngine, address: int, arrays: tuple[Any, ...], kept: object) -> None:
-        """``kept`` lives as long as this."""
-        places = chain.from_iterable((a.__array_interface__["data"][0], len(a)) for a in arrays)
+    def __init__(self, engine: llvm.ExecutionEngine, address: int, arrays: tuple[Any, ...]) -> None:
+        """``address`` is that of the function, and ``engine`` holds its code."""
+        places = itertools.chain.from_iterable((a.__array_interface__["data"][0], len(a)) for a in arrays)
         words, spare = np.array(list(places), np.int64), ctypes.create_string_buffer(2 * _SPARE_NBYTES)
         result = ctypes.addressof(spare)
         #: The addresses of the function and of its words.
         self.call = (address, words.ctypes.data)
         self._arguments = (result, result + _SPARE_NBYTES, words.ctypes.data)
         self._function = _Function(address)
-        self._kept = (engine, arrays, words, spare, kept)  # as long as the addresses
+        self._kept: tuple[Any, ...] = (engine, arrays, words, spare)  # as long as the addresses
+
+    def keeps(self, *used: object) -> None:
+        """Let ``used`` live as long as this: memory of which only the address is in the arrays."""
+        self._kept += used
 
     def __call__(self) -> None:
         if status := self._function(*self._arguments):
@@ -69,11 +73,13 @@ def kernel(code: bytes) -> Bind:
 def in_turn(kernels: Sequence[Bound]) -> Bound:
     """All of these kernels, one after the other, in one call."""
     table = np.array([each.call for each in kernels], np.int64).reshape(-1)
-    return _chain()(table, kept=tuple(kernels))
+    bound = chain()(table)
+    bound.keeps(*kernels)
+    return bound
 
 
 @cache
-def _chain() -> Bind:
+def chain() -> Bind:
     """A kernel that calls others: its array has of each the address, and that of its words."""
     byte, word, status = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
     signature = ir.FunctionType(status, [byte, byte, word.as_pointer()])
@@ -109,4 +115,4 @@ def _chain() -> Bind:
 def _bind(engine: llvm.ExecutionEngine) -> Bind:
     engine.finalize_object()
     address = engine.get_function_address(SYMBOL)
-    return lambda *arrays, kept=None: Bound(engine, address, arrays, kept)
+    return lambda *arrays: Bound(engine, address, arrays)

@@ -140,7 +140,7 @@ def test_updates_in_turn_have_the_bits_of_one_after_the_other(dtype: str, is_sca
     expected, expected_slots = parameters.copy(), tuple(slot.copy() for slot in slots)
     scale = (0.5, 2.0, 0.25) if is_scaled else ()
     ranges = [np.array([[0, 300], [400, 401]]), np.array([[401, 1000]])]
-    numbers = [kernels.Numbers(RULES[name], parameters.dtype, 2) for name in ("adagrad", "sgd")]
+    numbers = [kernels.UpdateNumbers(RULES[name], parameters.dtype, 2) for name in ("adagrad", "sgd")]
     first = kernels.BoundRanges(numbers[0], ranges[0], parameters, slots, gradients)
     second = kernels.BoundRanges(numbers[1], ranges[1], parameters, (), gradients)
     run = kernels.in_turn([bound.update(is_scaled) for bound in (first, second)])
@@ -160,7 +160,7 @@ def test_updates_in_turn_have_the_bits_of_one_after_the_other(dtype: str, is_sca
 
 def test_a_kernel_that_fails_ends_the_updates_in_turn() -> None:
     parameters, gradient = np.zeros(4), np.ones(4)
-    numbers = kernels.Numbers(RULES["sgd"], parameters.dtype, 1)
+    numbers = kernels.UpdateNumbers(RULES["sgd"], parameters.dtype, 1)
     numbers.set(HYPERPARAMETERS | {"learning_rate": 1.0}, 1, ())
     updates = [
         kernels.BoundRanges(numbers, np.array([[at, at + 1]]), parameters, (), (gradient,)).update(is_scaled=False)

@@ -40,7 +40,7 @@ from .worker_context import WorkerContext
 
 __all__ = ["Replica"]
 
-# The most applies that are kept. Merge points of a run, lines and sets of gradient buffers make different ones.
+# The most applies that are kept. Each merge point, line, weight and set of gradient buffers makes another one.
 _APPLIES = 256
 
 P = ParamSpec("P")
@@ -260,7 +260,7 @@ class Replica:
         if point is None:
             parts = [(*each, ()) for each in numbers.divided(counts)]
             point = self._bring_apply(parts, self.buffers.current, combining, site)
-            if not point.needs_answer:
+            if not point.needs_answer:  # else it does not have the number of the set
                 if len(known) >= _APPLIES:
                     known.clear()
                 known[key] = point

@@ -63,7 +63,8 @@ class Seeds:
 
     def foresee(self, streams: Streams) -> None:
         """The next run is probably this one: set its states now. If it is, and nobody has drawn a number or set a state
-        meanwhile, :meth:`begin` leaves them as they are."""
+        meanwhile, :meth:`begin` leaves them as they are. A thread of the user's that draws between two runs gets
+        numbers that the next run draws, too."""
         words, in_memory = self._set(streams), self._in_memory()
         self._foreseen = None if in_memory is None else (streams.place, words, in_memory)
 
@@ -90,7 +91,7 @@ class Seeds:
             np.random.set_state(_NUMPY)  # which also forgets the second number of a normal pair
         except ValueError:  # the user's code has put another bit generator in its place
             np.random.seed(words[:4].tolist())
-            self._numpy = None
+            self._numpy = None  # where the state of another bit generator lies is not known
             return
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if self._numpy is None or self._numpy[0] is not bits:
