@@ -371,7 +371,7 @@ class Mailboxes(Generic[K]):
         box = self._mapped(made, descriptors, is_maker=True)
         if isinstance(box, str):
             _log.debug("no mailbox with %r: %s", peer, box)
-            self.forget(peer)  # an earlier one is of a process that has gone
+            self._give_up(peer)  # an earlier one is of a process that has gone
             return None
         if peer in self._offered:
             self._offered[peer].close()
@@ -386,7 +386,7 @@ class Mailboxes(Generic[K]):
         if answer.refused:
             _log.warning("%r does not open its mailbox: %s", peer, answer.refused)
             box.close()
-            self.forget(peer)  # as above
+            self._give_up(peer)  # as above
         else:
             self._add(peer, box)
 
@@ -436,6 +436,10 @@ class Mailboxes(Generic[K]):
         """Drop the mailbox with ``peer``, which is gone. Messages that it posted before still count."""
         if peer in self._offered:
             self._offered.pop(peer).close()
+        self._give_up(peer)
+
+    def _give_up(self, peer: K) -> None:
+        """Use the mailbox with ``peer`` no more, and have ``peer`` see that."""
         if peer in self._boxes:
             box = self._boxes.pop(peer)
             box.leave()

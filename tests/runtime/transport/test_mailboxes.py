@@ -361,6 +361,15 @@ def test_where_another_one_is_refused_the_old_one_is_given_up(ends: Ends, who: s
     assert not ends.here.post("there", [b"2"])
 
 
+def test_an_offer_that_is_not_answered_yet_stands_where_the_next_one_is_refused(ends: Ends) -> None:
+    _, copies = ends.offer(7)
+    answer = ends.open(copies, 7)
+    assert ends.there.post("here", [b"behind the answer"])
+    assert ends.here.offer("there", messages.Mailbox(0, False, "none here"), ()) is None
+    ends.here.taken("there", answer)
+    assert ends.here.take() == ("there", [b"behind the answer"])
+
+
 def test_who_lives_on_is_heard_elsewhere(ends: Ends) -> None:
     ends.shake_hands()
     ends.there.forget("here")
