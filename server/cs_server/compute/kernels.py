@@ -140,14 +140,13 @@ class BoundRanges:
             self.pieces = int((-((ranges[:, 0] - ranges[:, 1]) // block)).sum())
 
     def update(self, is_scaled: bool) -> Callable[[], None]:
-        """What makes the update, as often as it is called. ``is_scaled``: the numbers have a scale."""
+        """What makes the update, as often as it is called, while the caller holds the gradients, of which it has only
+        the addresses. ``is_scaled``: the numbers have a scale."""
         if self._kernel is None:
             return self._apply_reference
         scale = self._numbers.scale if is_scaled else self._numbers.scale[:0]
         arrays = (self._ranges, self._addresses, scale, self._before)
-        bound = _bound(self._kernel, self._numbers.numbers, self._written, self._lane, *arrays)
-        bound.keeps(self._gradients)
-        return bound
+        return _bound(self._kernel, self._numbers.numbers, self._written, self._lane, *arrays)
 
     def _apply_reference(self) -> None:
         parameters, *slots = self._written

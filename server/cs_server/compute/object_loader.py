@@ -54,9 +54,9 @@ class Bound:
         self._function = _Function(address)
         self._kept: tuple[Any, ...] = (engine, arrays, words, spare)  # as long as the addresses
 
-    def keeps(self, *used: object) -> None:
+    def keep(self, used: Sequence[object]) -> None:
         """Let ``used`` live as long as this: memory of which only the address is in the arrays."""
-        self._kept += used
+        self._kept += (*used,)
 
     def __call__(self) -> None:
         if status := self._function(*self._arguments):
@@ -74,7 +74,7 @@ def in_turn(kernels: Sequence[Bound]) -> Bound:
     """All of these kernels, one after the other, in one call."""
     table = np.array([each.call for each in kernels], np.int64).reshape(-1)
     bound = chain()(table)
-    bound.keeps(*kernels)
+    bound.keep(kernels)
     return bound
 
 
