@@ -104,9 +104,9 @@ class UpdateNumbers:
     def set(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float]) -> None:
         """Let the next update be the rule's t-th. ``scale`` is as `apply_dense` takes it."""
         self.given = hyperparameters, t, scale
-        if self.numbers.dtype.name in KERNEL_DTYPES:
-            self.numbers[:] = scalars(self.rule, hyperparameters, t, self.numbers.dtype)
-            if scale:
+        self.numbers[:] = scalars(self.rule, hyperparameters, t, self.numbers.dtype)
+        if scale:
+            with np.errstate(over="ignore"):  # a weight may be infinite in half precision, in which no kernel computes
                 self.scale[:] = scale
 
 
