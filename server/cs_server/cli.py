@@ -7,6 +7,7 @@ The supervisor starts servers with it; users never type it. No other module of t
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
 import gc
 import logging
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
 from cs_proto.version import __version__
@@ -22,7 +24,24 @@ from cs_runtime.waits import name_waits_after
 
 from .config import ServerConfig
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
+
+
+def run() -> NoReturn:
+    """Be the process ``cs-server``: serve, and end with the exit code of `main`.
+
+    The interpreter is not finalized. That would crash while a compiler runs in another thread, and takes a tenth of a
+    second.
+    """
+    code = 1
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001  (printed here, because nothing above would)
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()  # noqa: SLF001  (there is no public name)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,8 @@ _SHARERS = 3
 def serve(config: ServerConfig) -> None:
     """Serve until SIGTERM comes or the supervisor is gone. Must be called in the main thread, once.
 
+    A thread may still compile kernels afterwards; a compiler in a thread crashes where the interpreter is finalized.
+
     Raises LaunchError if there is no supervisor, ConfigurationError if the endpoint cannot be bound, and any other
     error that keeps the server from starting or continuing.
     """
@@ -55,8 +57,6 @@ def serve(config: ServerConfig) -> None:
                 service.turn()
         except ShutdownError as gone:
             _log.info("%s", gone)
-    if not loading.is_done:
-        os._exit(0)  # a compiler that runs in another thread would crash at the end of the interpreter
 
 
 class ThreadedServer:

@@ -39,12 +39,12 @@ def hook(event, arguments):
     if armed and event in ("import", "pickle.find_class"):
         os.write(2, f"AUDIT {event} {arguments[:2]}\\n".encode())
 sys.addaudithook(hook)
-from cs_server.cli import main
+from cs_server.cli import run
 def arm(*_):
     armed.append(True)
     os.write(2, b"ARMED\\n")
 signal.signal(signal.SIGUSR2, arm)
-sys.exit(main(sys.argv[1:]))
+run()
 """
 
 
