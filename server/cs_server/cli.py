@@ -27,7 +27,7 @@ from .config import ServerConfig
 __all__ = ["main", "run"]
 
 
-def run() -> NoReturn:
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """Be the process ``cs-server``: serve, and end with the exit code of `main`.
 
     The interpreter is not finalized. That would crash while a compiler runs in another thread, and takes a tenth of a
@@ -35,7 +35,7 @@ def run() -> NoReturn:
     """
     code = 1
     try:
-        code = main()
+        code = main(arguments)
     except Exception:  # noqa: BLE001  (printed here, because nothing above would)
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()  # noqa: SLF001  (there is no public name)
