@@ -16,7 +16,7 @@ from tests.harness.replicas import context
 from tests.harness.services import connected
 
 import central_storage as cs
-from cs_runtime.transport.mailboxes import IS_ORDERED
+from cs_runtime.transport.rings import IS_ORDERED
 
 pytestmark = pytest.mark.timeout(180)
 

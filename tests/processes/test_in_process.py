@@ -409,7 +409,8 @@ def test_a_script_that_fails_ends_and_its_log_shows_the_messages_of_all_roles() 
     program = "import central_storage as cs; cs.CentralStorageStrategy(['cpu:0'], in_process=True).run(lambda: 1 / 0)"
     ended = run("-c", program, environment={"CS_LOG": "debug"})
     assert ended.code == 1
-    assert re.search(r"^\S*ZeroDivisionError: division by zero$", ended.err, re.MULTILINE), ended
+    # A thread may log between two pieces of the line.
+    assert re.search(r"^\S*ZeroDivisionError", ended.err, re.MULTILINE), ended
     for line in (
         "central_storage.link: send Run(",
         "central_storage.worker: received",

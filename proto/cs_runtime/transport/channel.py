@@ -26,9 +26,10 @@ from .admission import Admission
 from .mailboxes import Mailboxes
 from .multipart import receive
 from .poller import Poller
+from .rings import Mark
 from .supervisor_link import SupervisorLink
 
-__all__ = ["SERVER", "SUPERVISOR", "Channel", "Read", "Received"]
+__all__ = ["SERVER", "SUPERVISOR", "Channel", "Read", "ReadMark", "Received"]
 
 # A connection that has made no ZeroMQ handshake after this time, in milliseconds, is closed.
 _HANDSHAKE = 5000
@@ -43,6 +44,8 @@ _BATCH = 64
 
 #: Decodes the parts of a message. None if they are not a record; the sender has then been told, where it can be.
 Read = Callable[[bytes, Sequence[Buffer]], Record | None]
+#: The record that a mark of a peer stands for, from its number and its bytes. None as for :data:`Read`.
+ReadMark = Callable[[bytes, int, bytes], Record | None]
 
 
 class Received(NamedTuple):
@@ -78,7 +81,7 @@ class Channel:
         while_asleep: Callable[[], AbstractContextManager[object]] = nullcontext,
         messages_first: bool = False,
         rings_late: bool = False,
-        read_mark: Callable[[bytes, int], Record] | None = None,
+        read_mark: ReadMark | None = None,
     ) -> None:
         """Make a channel without connections.
 
@@ -94,7 +97,7 @@ class Channel:
             while_asleep: Makes a context manager that is entered for every sleep.
             messages_first: Whether messages come before a notice of the supervisor that arrived at the same time.
             rings_late: Whether the owner rings the doorbells of peers that got mail, and :meth:`send` does not.
-            read_mark: Returns the record that a mark of a peer stands for. None: marks stand for nothing.
+            read_mark: Reads a mark. None: marks stand for nothing.
         """
         self._supervisor = supervisor
         self._wake = wake
@@ -218,9 +221,9 @@ class Channel:
         """Send a message by mailbox. False if it has to go over ZeroMQ."""
         return self.mailboxes.post(peer, parts)
 
-    def mark(self, peer: bytes, number: int) -> bool:
+    def mark(self, peer: bytes, number: int, body: Buffer = b"") -> bool:
         """Leave a mark for a peer, as :meth:`.mailboxes.Mailboxes.mark` does."""
-        return self.mailboxes.mark(peer, number)
+        return self.mailboxes.mark(peer, number, body)
 
     def begin_to_send(self, peer: bytes) -> bool | None:
         """Whether a peer of the ROUTER, which must be strict, can take a message now. If so, its name has been sent and
@@ -339,11 +342,12 @@ class Channel:
         """A message has come over ZeroMQ."""
         self.mailboxes.came(peer, parts)
 
-    def _received(self, peer: bytes, parts: Sequence[Buffer] | int) -> Received | None:
+    def _received(self, peer: bytes, parts: Sequence[Buffer] | Mark) -> Received | None:
         """The record of a message or of a mark. None if there is none, or if it accepts a mailbox, which is handled
         here."""
-        if isinstance(parts, int):
-            return None if self._read_mark is None else Received(peer, self._read_mark(peer, parts))
+        if isinstance(parts, Mark):
+            record = None if self._read_mark is None else self._read_mark(peer, *parts)
+            return None if record is None else Received(peer, record)
         record = self._read(peer, parts)
         if record is None:
             return None

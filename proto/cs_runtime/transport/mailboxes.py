@@ -1,16 +1,10 @@
 """Mailboxes: messages between two processes of one machine through shared memory, beside ZeroMQ.
 
-For each direction a mailbox has a ring of bytes with one writer and one reader, and an eventfd as the reader's
-doorbell. The writer rings it only while the reader sleeps. A message that is too large, or that finds the ring full,
-goes *elsewhere*: over ZeroMQ. Each message in a ring says how many messages of the same sender went elsewhere before
-it, so the reader can restore the order in which they were sent. This module does not know what messages mean.
+For each direction a mailbox has a ring of bytes and a mark (:mod:`.rings`), and an eventfd as the reader's doorbell.
+The writer rings it only while the reader sleeps. A message that is too large, or that finds the ring full, goes
+*elsewhere*: over ZeroMQ. This module does not know what messages mean.
 
-Beside its ring a writer has a *mark*: a number that it leaves for the reader. The next mark takes the place of the one
-before, seen or not, and a mark has no order with messages. It costs one store and one load.
-
-Stores must not be reordered with stores, nor loads with loads. :data:`IS_ORDERED` says whether the machine guarantees
-that, as x86-64 does. A *fence* keeps a load from passing an earlier store: acquiring a free lock is an atomic
-read-modify-write.
+A *fence* keeps a load from passing an earlier store: acquiring a free lock is an atomic read-modify-write.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import struct
 import threading
 import time
 from collections import deque
@@ -30,38 +23,16 @@ from cs_proto import messages
 from cs_proto.errors import PeerProtocolError
 from cs_proto.records import Buffer
 
+from .rings import HEAD, MARK, NBYTES, SLEEPS, Incoming, Mark, Outgoing
+
 __all__ = [
-    "IS_ORDERED",
-    "NBYTES",
-    "Incoming",
     "Mailbox",
     "Mailboxes",
-    "Outgoing",
     "Patience",
     "Registrar",
 ]
 
 _log = logging.getLogger("central_storage.mailbox")
-
-#: Whether this machine orders memory accesses as mailboxes need it.
-IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
-
-# These four words of 8 bytes are 512 bytes apart, so that no two share a cache line or one that is prefetched with it.
-_WORDS_NBYTES = 4096
-_HEAD, _TAIL, _SLEEPS, _LEFT = 0, 64, 128, 192
-# The mark lies in the cache line of the head, at which a polling reader looks anyway. Its upper bits count marks, so
-# that equal numbers are different marks.
-_MARK = 1
-_MARK_BITS = 40
-# Messages begin at multiples of this.
-_UNIT = 64
-#: Memory of a mailbox: two rings of 256 KiB. A message takes at most half of one, since it is never cut in two.
-NBYTES = 2 * (_WORDS_NBYTES + 256 * 1024)
-
-# The number of messages that went elsewhere before; the bytes of the message; the number of parts. The length of each
-# part follows.
-_PREFIX = struct.Struct("<QII")
-_WITH_LENGTHS = tuple(struct.Struct(f"<QII{count}I") for count in range(9))
 
 # A yield that takes longer than this, in seconds, shows that another process wants the processor.
 _WANTED = 500e-6
@@ -70,128 +41,6 @@ _PAUSE = 0.02
 _LONGEST_PAUSE = 1.0
 
 K = TypeVar("K")
-
-
-class Outgoing:
-    """The writer's end of a ring."""
-
-    def __init__(self, memory: memoryview) -> None:
-        """``memory`` (uint8, writable) is zero at first. Its first page holds the words; the rest holds messages and is
-        a multiple of 128 bytes."""
-        self.words = memory[:_WORDS_NBYTES].cast("Q")
-        self._data = memory[_WORDS_NBYTES:]
-        self._nbytes = len(self._data)
-        self._head = 0
-        self._tail = 0  # as last read from the words
-        self._marks = 0
-
-    def mark(self, number: int) -> bool:
-        """Leave a number from 0 to 2**40 - 1 for the reader. False if the reader has left."""
-        if self.words[_LEFT]:
-            return False
-        self._marks = (self._marks + 1) % (1 << 64 - _MARK_BITS)
-        self.words[_MARK] = self._marks << _MARK_BITS | number
-        return True
-
-    def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
-        """Write a message that follows ``elsewhere`` messages that went elsewhere. False if it is too large, if there
-        is no room, or if the reader has left."""
-        words = self.words
-        if words[_LEFT]:
-            return False
-        count, header = len(parts), parts[0]
-        if count == 1 and type(header) is bytes:
-            lengths = [len(header)]
-        else:
-            lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        size = _PREFIX.size + 4 * count + sum(lengths)
-        if 2 * size > self._nbytes:
-            return False
-        head = self._head
-        start, room = head % self._nbytes, size + -size % _UNIT
-        skipped = self._nbytes - start if start + size > self._nbytes else 0
-        if head + skipped + room - self._tail > self._nbytes:
-            self._tail = words[_TAIL]
-            if head + skipped + room - self._tail > self._nbytes:
-                return False
-        if skipped:
-            _PREFIX.pack_into(self._data, start, 0, 0, 0)
-            start = 0
-        prefix = _with_lengths(count).pack(elsewhere, size, count, *lengths)
-        self._data[start : start + size] = b"".join((prefix, *parts))
-        self._head = words[_HEAD] = head + skipped + room
-        return True
-
-
-class Incoming:
-    """The reader's end of a ring."""
-
-    def __init__(self, memory: memoryview) -> None:
-        """As :class:`Outgoing`."""
-        self.words = memory[:_WORDS_NBYTES].cast("Q")
-        #: The position in the stream of bytes up to which messages were taken.
-        self.tail = 0
-        #: The word of the last mark that was taken.
-        self.mark = 0
-        self._data = memory[_WORDS_NBYTES:]
-        self._nbytes = len(self._data)
-
-    @property
-    def has_mail(self) -> bool:
-        """Whether something has been posted and not taken."""
-        return self.words[_HEAD] != self.tail
-
-    def take_mark(self) -> int | None:
-        """The number of the last mark; None if it was taken before, or there is none."""
-        mark = self.words[_MARK]
-        if mark == self.mark:
-            return None
-        self.mark = mark
-        return mark % (1 << _MARK_BITS)
-
-    def take(self, elsewhere: int) -> list[bytes] | None:
-        """The parts of the next message, or None. ``elsewhere`` messages that went elsewhere have arrived; a message
-        that was posted after more of them has to wait.
-
-        Raises :class:`PeerProtocolError` if the memory holds bytes that no writer writes. The ring is unusable then.
-        """
-        head, tail = self.words[_HEAD], self.tail
-        if head == tail:
-            return None
-        start, there = tail % self._nbytes, head - tail
-        if there > self._nbytes or there <= 0 or there % _UNIT:
-            raise _damaged()
-        before, size, count = _PREFIX.unpack_from(self._data, start)
-        if not count:
-            tail += self._nbytes - start
-            start, there = 0, head - tail
-            if there <= 0:
-                raise _damaged()
-            before, size, count = _PREFIX.unpack_from(self._data, 0)
-        if before > elsewhere:
-            return None
-        at = start + _PREFIX.size + 4 * count
-        end = start + size
-        if not count or size > there or at > end or end > self._nbytes:
-            raise _damaged()
-        lengths = _with_lengths(count).unpack_from(self._data, start)[3:]
-        if at + sum(lengths) != end:
-            raise _damaged()
-        parts = []
-        for length in lengths[:-1]:
-            parts.append(bytes(self._data[at : at + length]))
-            at += length
-        parts.append(bytes(self._data[at:end]))
-        self.tail = self.words[_TAIL] = tail + size + -size % _UNIT
-        return parts
-
-    def sleep(self, sleeps: bool) -> None:
-        """Say whether the writer has to ring the doorbell from now on. A fence must follow, and then one more look."""
-        self.words[_SLEEPS] = sleeps
-
-    def leave(self) -> None:
-        """Make the writer send later messages elsewhere: it may be alive although it is thought dead."""
-        self.words[_LEFT] = True
 
 
 class Mailbox:
@@ -224,13 +73,13 @@ class Mailbox:
         the caller then calls :meth:`sent_elsewhere`."""
         return bool(self._sent) and self._out.post(parts, self._sent)
 
-    def mark(self, number: int) -> bool:
+    def mark(self, number: int, body: Buffer = b"") -> bool:
         """Leave a mark; :meth:`ring` wakes its reader. False if it has to be sent as a message."""
-        return bool(self._sent) and self._out.mark(number)
+        return bool(self._sent) and self._out.mark(number, body)
 
     def ring(self) -> None:
         """Wake the reader if it sleeps. A fence must come first."""
-        if self._out.words[_SLEEPS] and self._other >= 0:
+        if self._out.words[SLEEPS] and self._other >= 0:
             self.rung += 1
             os.eventfd_write(self._other, 1)
 
@@ -247,11 +96,11 @@ class Mailbox:
     def has_mail(self) -> bool:
         """Whether a mark or a posted message can be taken, as far as is known: a message that has to wait does not
         count."""
-        if self._words[_MARK] != self._in.mark:
+        if self._words[MARK] != self._in.mark:
             return True
-        return self._words[_HEAD] != self._in.tail and not self._must_wait
+        return self._words[HEAD] != self._in.tail and not self._must_wait
 
-    def take_mark(self) -> int | None:
+    def take_mark(self) -> Mark | None:
         """As :meth:`Incoming.take_mark`."""
         return self._in.take_mark()
 
@@ -264,7 +113,7 @@ class Mailbox:
 
     def sleep(self, sleeps: bool) -> None:
         """As :meth:`Incoming.sleep`."""
-        self._words[_SLEEPS] = sleeps
+        self._words[SLEEPS] = sleeps
 
     def leave(self) -> None:
         """As :meth:`Incoming.leave`."""
@@ -347,7 +196,7 @@ class Mailboxes(Generic[K]):
         self._unrung: list[Mailbox] = []
         self._boxes: dict[K, Mailbox] = {}
         self._offered: dict[K, Mailbox] = {}
-        self._due: deque[tuple[K, Sequence[Buffer] | int]] = deque()
+        self._due: deque[tuple[K, Sequence[Buffer] | Mark]] = deque()
         self._rung = 0
         self._is_asleep = False
         #: Messages that were posted and marks that were left here, and how often a doorbell woke this process.
@@ -463,11 +312,11 @@ class Mailboxes(Generic[K]):
         self._note_posted(box)
         return True
 
-    def mark(self, peer: K, number: int) -> bool:
-        """Leave a mark for ``peer``: a number from 0 to 2**40 - 1, which takes the place of the mark before, seen or
-        not. False if it has to be sent as a message."""
+    def mark(self, peer: K, number: int, body: Buffer = b"") -> bool:
+        """Leave a mark for ``peer``: a number from 0 to 2**40 - 1 and bytes, which take the place of the mark before,
+        seen or not. False if it has to be sent as a message."""
         box = self._boxes.get(peer)
-        if box is None or peer in self._offered or not box.mark(number):
+        if box is None or peer in self._offered or not box.mark(number, body):
             return False
         self._note_posted(box)
         return True
@@ -502,16 +351,16 @@ class Mailboxes(Generic[K]):
             box.came_elsewhere()
         self._due.append((peer, parts))
 
-    def take(self) -> tuple[K, Sequence[Buffer] | int] | None:
-        """The next message or the number of a mark, and its sender; None if there is none that can be taken yet. A
+    def take(self) -> tuple[K, Sequence[Buffer] | Mark] | None:
+        """The next message or mark, and its sender; None if there is none that can be taken yet. A
         message without parts stands for a damaged mailbox."""
         if self._due:
             return self._due.popleft()
         for peer, box in self._boxes.items():
             if not box.has_mail:
                 continue
-            if (number := box.take_mark()) is not None:
-                return peer, number
+            if (mark := box.take_mark()) is not None:
+                return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
                 if parts and len(self._boxes) > 1:  # the others first, next time
                     self._boxes[peer] = self._boxes.pop(peer)
@@ -565,16 +414,16 @@ class Mailboxes(Generic[K]):
             return box.take()
         except PeerProtocolError as error:
             _log.warning("%r: %s", peer, str(error))
-            if (number := box.take_mark()) is not None:
-                self._due.append((peer, number))
+            if (mark := box.take_mark()) is not None:
+                self._due.append((peer, mark))
             self._boxes.pop(peer, None)
             box.leave()
             self._drop(box)
             return ()
 
     def _take_rest(self, peer: K, box: Mailbox) -> None:
-        if (number := box.take_mark()) is not None:
-            self._due.append((peer, number))
+        if (mark := box.take_mark()) is not None:
+            self._due.append((peer, mark))
         with suppress(PeerProtocolError):
             while (parts := box.take()) is not None:
                 self._due.append((peer, parts))
@@ -584,11 +433,3 @@ class Mailboxes(Generic[K]):
         if box.fileno() >= 0:
             self._poller.unregister(box.fileno())
             box.close()
-
-
-def _with_lengths(count: int) -> struct.Struct:
-    return _WITH_LENGTHS[count] if count < len(_WITH_LENGTHS) else struct.Struct(f"<QII{count}I")
-
-
-def _damaged() -> PeerProtocolError:
-    return PeerProtocolError("its mailbox is damaged; something has written over that memory")

@@ -21,7 +21,8 @@ from cs_proto.messages import Died, Forget, Mailbox, Offer, Shutdown
 from cs_proto.records import Buffer, Record
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SERVER, SUPERVISOR, Channel, Received
-from cs_runtime.transport.mailboxes import NBYTES, Mailboxes
+from cs_runtime.transport.mailboxes import Mailboxes
+from cs_runtime.transport.rings import NBYTES, Mark
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
 DIED = Died("worker", 1, 1, 43, "SIGKILL", "", True)
@@ -252,7 +253,10 @@ def test_an_offer_that_the_supervisor_refuses_is_answered_with_the_reason(make: 
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_mark_is_the_record_that_it_stands_for(make: Make, is_read: bool) -> None:
-    world = make(read_mark=(lambda peer, number: Shutdown(f"{peer.decode()} {number}")) if is_read else None)
+    def read(peer: bytes, number: int, body: bytes) -> Record | None:
+        return Shutdown(f"{peer.decode()} {number} {body.decode()}") if body else None
+
+    world = make(read_mark=read if is_read else None)
     memory = os.memfd_create("mailbox")
     os.ftruncate(memory, NBYTES)
     made = [memory, *(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))]
@@ -262,14 +266,15 @@ def test_a_mark_is_the_record_that_it_stands_for(make: Make, is_read: bool) -> N
     other.sent("here")
     peer = world.let_in(b"c1")
     other.taken("here", world.channel.mailboxes.open(b"c1", Mailbox(3, True, ""), made))
-    assert other.mark("here", 7)
+    assert other.mark("here", 7, b"seven")
     if is_read:
         received = world.hear()
-        assert (received.peer, received.record, list(received.parts)) == (b"c1", Shutdown("c1 7"), [])
+        assert (received.peer, received.record, list(received.parts)) == (b"c1", Shutdown("c1 7 seven"), [])
         assert world.channel.mark(b"c1", 8) is False  # it has not said that it opened the mailbox
         world.channel.mailboxes.sent(b"c1")
         assert world.channel.mark(b"c1", 8) is True
-        assert other.take() == ("here", 8)
+        assert other.take() == ("here", Mark(8, b""))
+        assert other.mark("here", 9)  # of which nothing is made
     peer.send_multipart(parts(2))
     other.sent("here")
     assert world.hear()[:2] == (b"c1", record(2))

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from cs_proto import messages
 from cs_proto.errors import PeerProtocolError
-from cs_runtime.transport.mailboxes import NBYTES, Incoming, Mailboxes, Outgoing, Patience
+from cs_runtime.transport.mailboxes import Mailboxes, Patience
+from cs_runtime.transport.rings import MARK_NBYTES, NBYTES, Incoming, Mark, Outgoing
 
 PAGE = 4096
 SMALL = PAGE + 1024
@@ -81,7 +82,7 @@ def test_damage_is_an_error(word: int, value: bytes, in_words: bool) -> None:
 
 PROGRAM = """
 import hashlib, mmap, os, sys
-from cs_runtime.transport.mailboxes import Incoming, Outgoing
+from cs_runtime.transport.rings import Incoming, Outgoing
 from tests.runtime.transport.test_mailboxes import pattern
 memory = memoryview(mmap.mmap(int(sys.argv[1]), 0))
 if sys.argv[2] == "take":
@@ -331,13 +332,13 @@ def test_of_three_mailboxes_one_that_is_damaged_is_given_up_with_its_mark() -> N
         assert every[0].here.post("there", [b"y"])
         every[0].here._boxes["there"]._out.words[0] = 1 << 40
         assert every[0].here.mark("there", 5)
-        assert one.take() == ("0", 5)
+        assert one.take() == ("0", Mark(5, b""))
         assert one.take() == ("0", ())
         assert one.peers() == ("1", "2")
         assert every[1].here.mark("there", 6)
         every[1].here._boxes["there"]._out.words[0] = 1 << 40
         one.came("1", [b"over ZeroMQ"])
-        assert [one.take() for _ in range(3)] == [("1", 6), ("1", ()), ("1", [b"over ZeroMQ"])]
+        assert [one.take() for _ in range(3)] == [("1", Mark(6, b"")), ("1", ()), ("1", [b"over ZeroMQ"])]
         assert one.take() is None
     finally:
         one.close()
@@ -454,7 +455,7 @@ def test_the_last_mark_is_taken_once_and_messages_keep_their_order(moves: list[s
             message = sent.to_bytes(8, "little")
             if move == "mark":
                 marks.append(len(marks) // 2)  # each number comes twice
-                assert ends.there.mark("here", marks[-1])
+                assert ends.there.mark("here", marks[-1], bytes([marks[-1]] * (marks[-1] % 3)))
                 seen.append(-1)
             elif move == "post":
                 assert ends.there.post("here", [message])
@@ -467,16 +468,32 @@ def test_the_last_mark_is_taken_once_and_messages_keep_their_order(moves: list[s
                 ends.here.came("there", [socket.popleft()])
             elif move == "take":
                 while (found := ends.here.take()) is not None:
-                    if isinstance(found[1], int):
+                    if isinstance(found[1], Mark):
                         assert seen[-1] == -1, "it was taken before"
-                        seen[-1] = found[1]
-                        assert found[1] == marks[-1]
+                        seen[-1] = found[1].number
+                        assert found[1] == (marks[-1], bytes([marks[-1]] * (marks[-1] % 3)))
                     else:
                         taken.append(int.from_bytes(found[1][0], "little"))
                 assert seen[-1] == marks[-1]
         assert taken == list(range(sent))
     finally:
         ends.close()
+
+
+def test_a_mark_has_a_limited_number_of_bytes(ends: Ends) -> None:
+    ends.shake_hands()
+    body = bytes(range(256)) * (MARK_NBYTES // 256)
+    assert ends.here.mark("there", 1, body)
+    assert ends.there.take() == ("here", Mark(1, body))
+    assert not ends.here.mark("there", 2, body + b"x")
+    assert ends.there.take() is None
+    assert ends.here.mark("there", 3, memoryview(b"short"))
+    assert ends.there.take() == ("here", Mark(3, b"short"))
+    assert ends.here.mark("there", 4)
+    assert ends.there.take() == ("here", Mark(4, b""))
+    assert ends.here.mark("there", 5, b"x")
+    ends.here._boxes["there"]._out.words[256] = 1 << 60  # no writer says that
+    assert ends.there.take() == ("here", Mark(5, b"xhort" + body[5:]))
 
 
 def test_a_mark_needs_a_mailbox_that_both_use(ends: Ends) -> None:
@@ -486,7 +503,7 @@ def test_a_mark_needs_a_mailbox_that_both_use(ends: Ends) -> None:
     answer = ends.open(copies)
     ends.here.taken("there", answer)
     assert ends.here.mark("there", 2)
-    assert ends.there.take() == ("here", 2)
+    assert ends.there.take() == ("here", Mark(2, b""))
     ends.there.forget("here")
     assert not ends.here.mark("there", 3)  # the reader has left
 
@@ -498,10 +515,10 @@ def test_the_last_mark_of_a_mailbox_counts_when_another_takes_its_place(ends: En
     _, copies = ends.offer(8)
     assert not ends.here.mark("there", 6)
     ends.here.taken("there", ends.open(copies, 8))
-    assert ends.there.take() == ("here", 5)
+    assert ends.there.take() == ("here", Mark(5, b""))
     assert ends.there.take() is None
     assert ends.here.mark("there", 5)
-    assert ends.there.take() == ("here", 5)
+    assert ends.there.take() == ("here", Mark(5, b""))
 
 
 def test_a_mark_wakes_who_sleeps_and_does_not_wait_for_the_socket(ends: Ends) -> None:
@@ -515,7 +532,7 @@ def test_a_mark_wakes_who_sleeps_and_does_not_wait_for_the_socket(ends: Ends) ->
     assert (ends.here.posted, ends.here.rung) == (2, 1)
     ends.there.awake(dict(ends.poller.poll(0)))
     assert ends.there.is_there()
-    assert ends.there.take() == ("here", 1 << 39)
+    assert ends.there.take() == ("here", Mark(1 << 39, b""))
     assert not ends.there.is_there()
 
 
@@ -524,7 +541,7 @@ def test_marks_are_told_apart_when_their_count_begins_anew(ends: Ends) -> None:
     ends.here._boxes["there"]._out._marks = (1 << 24) - 2
     for _ in range(4):
         assert ends.here.mark("there", 0)
-        assert ends.there.take() == ("here", 0)
+        assert ends.there.take() == ("here", Mark(0, b""))
 
 
 def test_what_is_posted_while_it_falls_asleep_is_seen_behind_the_fence(ends: Ends) -> None:

@@ -20,7 +20,8 @@ from cs_proto.failures import error_of
 from cs_proto.messages import Died, Forget, Mailbox, MailboxAccepted, OpenMailbox, Refused, SegmentRefused
 from cs_proto.peers import SUPERVISOR
 from cs_proto.records import Record
-from cs_runtime.transport.mailboxes import NBYTES, Mailboxes
+from cs_runtime.transport.mailboxes import Mailboxes
+from cs_runtime.transport.rings import NBYTES
 from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_worker.baton import ProcessBaton
 from cs_worker.config import Config

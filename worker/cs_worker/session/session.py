@@ -184,7 +184,7 @@ class Link:
         return record
 
 
-def _step_finished(peer: bytes, number: int) -> Record:
+def _step_finished(peer: bytes, number: int, body: bytes) -> Record:
     """What a mark of the server stands for."""
     moment("decoded")
     _log.debug("received from %r: the mark of run %d", peer, number)

@@ -16,7 +16,7 @@ from central_storage.launch.memory import Medium, Memfd
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 from cs_proto.messages import Mailbox
-from cs_runtime.transport.mailboxes import IS_ORDERED, NBYTES
+from cs_runtime.transport.rings import IS_ORDERED, NBYTES
 
 __all__ = ["Mailroom", "mailboxes_by_default", "why_no_mailboxes"]
 
