@@ -22,6 +22,7 @@ __all__ = [
     "ANSWER_NBYTES",
     "BULK_LIMITS",
     "LIMITS",
+    "MARK_NBYTES",
     "PACKET_NBYTES",
     "WORK_LIMITS",
     "Decoder",
@@ -71,6 +72,9 @@ BULK_LIMITS = Limits(
 
 #: Largest packet on the supervisor's socket.
 PACKET_NBYTES = 128 * 1024
+
+#: The most bytes of a mark, which a writer of a mailbox leaves beside the messages.
+MARK_NBYTES = 1024
 
 # One packer for all threads, because making one costs more than most headers. It calls no Python code while it packs,
 # so

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ACCOUNT",
     "CONTROL",
     "CONTROL_HEADER_NBYTES",
     "JOURNAL",
@@ -35,6 +36,9 @@ JOURNAL = "journal"
 
 #: The progress of a commit, and the values that it is overwriting.
 UNDO = "undo"
+
+#: What workers returned in the steps that the server has carried out by a program.
+ACCOUNT = "account"
 
 
 def slab(dtype: str, *, sparse: bool) -> str:

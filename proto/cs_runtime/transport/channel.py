@@ -272,7 +272,7 @@ class Channel:
                 return None
             if (received := self._at_hand()) is not None:
                 return received
-            if not ready and not is_there and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 return None
 
     def forget(self, peer: bytes) -> list[Received]:

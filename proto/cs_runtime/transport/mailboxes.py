@@ -55,10 +55,13 @@ class Mailbox:
         here, there = doorbells
         self.number = number
         self.spins = spins
+        #: Whether the owner looks for the next mark itself, so that it is no mail.
+        self.keeps_marks = False
         #: How often the doorbell at the other end was rung.
         self.rung = 0
-        self._in, self._out = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
-        self._words = self._in.words
+        #: The two directions.
+        self.incoming, self.outgoing = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
+        self._words = self.incoming.words
         self._own, self._other = (here, there) if is_maker else (there, here)
         self._sent = 0
         self._came = 1  # the opener has received the Offer, or the maker the MailboxAccepted
@@ -71,15 +74,15 @@ class Mailbox:
     def post(self, parts: Sequence[Buffer]) -> bool:
         """Post a message; :meth:`ring` wakes its reader. False if it has to go elsewhere, as the first message does;
         the caller then calls :meth:`sent_elsewhere`."""
-        return bool(self._sent) and self._out.post(parts, self._sent)
+        return bool(self._sent) and self.outgoing.post(parts, self._sent)
 
     def mark(self, number: int, body: Buffer = b"") -> bool:
         """Leave a mark; :meth:`ring` wakes its reader. False if it has to be sent as a message."""
-        return bool(self._sent) and self._out.mark(number, body)
+        return bool(self._sent) and self.outgoing.mark(number, body)
 
     def ring(self) -> None:
         """Wake the reader if it sleeps. A fence must come first."""
-        if self._out.words[SLEEPS] and self._other >= 0:
+        if self.outgoing.words[SLEEPS] and self._other >= 0:
             self.rung += 1
             os.eventfd_write(self._other, 1)
 
@@ -96,19 +99,19 @@ class Mailbox:
     def has_mail(self) -> bool:
         """Whether a mark or a posted message can be taken, as far as is known: a message that has to wait does not
         count."""
-        if self._words[MARK] != self._in.mark:
+        if not self.keeps_marks and self._words[MARK] != self.incoming.mark:
             return True
-        return self._words[HEAD] != self._in.tail and not self._must_wait
+        return self._words[HEAD] != self.incoming.tail and not self._must_wait
 
     def take_mark(self) -> Mark | None:
         """As :meth:`Incoming.take_mark`."""
-        return self._in.take_mark()
+        return self.incoming.take_mark()
 
     def take(self) -> list[bytes] | None:
         """As :meth:`Incoming.take`."""
-        parts = self._in.take(self._came)
+        parts = self.incoming.take(self._came)
         if parts is None:
-            self._must_wait = self._in.has_mail
+            self._must_wait = self.incoming.has_mail
         return parts
 
     def sleep(self, sleeps: bool) -> None:
@@ -117,7 +120,7 @@ class Mailbox:
 
     def leave(self) -> None:
         """As :meth:`Incoming.leave`."""
-        self._in.leave()
+        self.incoming.leave()
 
     def heard(self) -> None:
         """Reset the doorbell."""
@@ -199,6 +202,9 @@ class Mailboxes(Generic[K]):
         self._due: deque[tuple[K, Sequence[Buffer] | Mark]] = deque()
         self._rung = 0
         self._is_asleep = False
+        #: Called at every look for mail, if set. It does what needs no message, and returns whether there was something
+        #: to do.
+        self.attend: Callable[[], bool] | None = None
         #: Messages that were posted and marks that were left here, and how often a doorbell woke this process.
         self.posted = 0
         self.woken = 0
@@ -321,6 +327,16 @@ class Mailboxes(Generic[K]):
         self._note_posted(box)
         return True
 
+    def box(self, peer: K) -> Mailbox | None:
+        """The mailbox with ``peer``, if both use it."""
+        return None if peer in self._offered else self._boxes.get(peer)
+
+    def marked(self, boxes: Sequence[Mailbox]) -> None:
+        """Note marks whose words the owner has stored itself, one in each of ``boxes``."""
+        for box in boxes:
+            box.outgoing.marked()
+            self._note_posted(box)
+
     def _note_posted(self, box: Mailbox) -> None:
         self.posted += 1
         self._unrung.append(box)
@@ -359,7 +375,7 @@ class Mailboxes(Generic[K]):
         for peer, box in self._boxes.items():
             if not box.has_mail:
                 continue
-            if (mark := box.take_mark()) is not None:
+            if not box.keeps_marks and (mark := box.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
                 if parts and len(self._boxes) > 1:  # the others first, next time
@@ -403,6 +419,8 @@ class Mailboxes(Generic[K]):
                 self.woken += 1
 
     def _look(self) -> bool:
+        if self.attend is not None and self.attend():
+            return True
         for box in self._boxes.values():  # noqa: SIM110  (polling calls this often, and any() is slower)
             if box.has_mail:
                 return True

@@ -3,9 +3,9 @@
 A message that is too large, or that finds the ring full, does not go through it. Each message in a ring says how many
 messages of the same sender went elsewhere before it, so the reader can restore the order in which they were sent.
 
-A *mark* is a number, and up to :data:`MARK_NBYTES` bytes, that the writer leaves for the reader beside the ring. The
-next mark takes the place of the one before, seen or not, and a mark has no order with messages. It costs few stores and
-loads. A writer that gives a mark bytes must know that the mark before was taken.
+A *mark* is a number, and up to :data:`~cs_proto.codec.MARK_NBYTES` bytes, that the writer leaves for the reader beside
+the ring. The next mark takes the place of the one before, seen or not, and a mark has no order with messages. It costs
+few stores and loads. A writer that gives a mark bytes must know that the mark before was taken.
 
 Stores must not be reordered with stores, nor loads with loads. :data:`IS_ORDERED` says whether the machine guarantees
 that, as x86-64 does.
@@ -18,10 +18,23 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cs_proto.codec import MARK_NBYTES
 from cs_proto.errors import PeerProtocolError
 from cs_proto.records import Buffer
 
-__all__ = ["HEAD", "IS_ORDERED", "LEFT", "MARK", "MARK_NBYTES", "NBYTES", "SLEEPS", "Incoming", "Mark", "Outgoing"]
+__all__ = [
+    "BODY",
+    "HEAD",
+    "IS_ORDERED",
+    "LEFT",
+    "MARK",
+    "MARK_NBYTES",
+    "NBYTES",
+    "SLEEPS",
+    "Incoming",
+    "Mark",
+    "Outgoing",
+]
 
 #: Whether this machine orders memory accesses as mailboxes need it.
 IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
@@ -33,10 +46,9 @@ HEAD, _TAIL, SLEEPS, LEFT = 0, 64, 128, 192
 # that equal numbers are different marks.
 MARK = 1
 _MARK_BITS = 40
+_MARKS = 1 << 64 - _MARK_BITS
 # The number of bytes of the mark, then these bytes.
-_BODY = 256
-#: The most bytes of a mark.
-MARK_NBYTES = 1024
+BODY = 256
 # Messages begin at multiples of this.
 _UNIT = 64
 #: Memory of a mailbox: two rings of 256 KiB. A message takes at most half of one, since it is never cut in two.
@@ -75,12 +87,20 @@ class Outgoing:
         size = len(body)
         if self.words[LEFT] or size > MARK_NBYTES:
             return False
-        if size or self.words[_BODY]:
-            self.words[_BODY] = size
+        if size or self.words[BODY]:
+            self.words[BODY] = size
             self._body[:size] = body
-        self._marks = (self._marks + 1) % (1 << 64 - _MARK_BITS)
-        self.words[MARK] = self._marks << _MARK_BITS | number
+        self.words[MARK] = self.next_mark(number)
+        self.marked()
         return True
+
+    def next_mark(self, number: int) -> int:
+        """The word of the next mark, if it has this number."""
+        return (self._marks + 1) % _MARKS << _MARK_BITS | number
+
+    def marked(self) -> None:
+        """Count a mark whose word was stored."""
+        self._marks = (self._marks + 1) % _MARKS
 
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
         """Write a message that follows ``elsewhere`` messages that went elsewhere. False if it is too large, if there
@@ -131,13 +151,17 @@ class Incoming:
         """Whether something has been posted and not taken."""
         return self.words[HEAD] != self.tail
 
+    def next_mark(self, number: int) -> int:
+        """The word of the next mark, if it has this number."""
+        return ((self.mark >> _MARK_BITS) + 1) % _MARKS << _MARK_BITS | number
+
     def take_mark(self) -> Mark | None:
         """The last mark; None if it was taken before, or there is none."""
         mark = self.words[MARK]
         if mark == self.mark:
             return None
         self.mark = mark
-        size = min(self.words[_BODY], MARK_NBYTES)  # more cannot come from a writer
+        size = min(self.words[BODY], MARK_NBYTES)  # more cannot come from a writer
         return Mark(mark % (1 << _MARK_BITS), bytes(self._body[:size]) if size else b"")
 
     def take(self, elsewhere: int) -> list[bytes] | None:
@@ -187,7 +211,7 @@ class Incoming:
 
 def _body(memory: memoryview) -> memoryview:
     """Where the bytes of a mark lie."""
-    return memory[8 * (_BODY + 1) :][:MARK_NBYTES]
+    return memory[8 * (BODY + 1) :][:MARK_NBYTES]
 
 
 def _with_lengths(count: int) -> struct.Struct:

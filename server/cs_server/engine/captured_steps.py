@@ -2,9 +2,10 @@
 
 In a captured step the replicas bring only what needs no answer: gradients of known variable sets, aggregated assigns,
 and write notes. All of it is one commit. So only the messages are written down, as they came, and the other tables do
-not change. Before anything else needs those tables, :meth:`CapturedSteps.unfold` brings them up to date: it hears the
-messages again in the general way. A server that takes the place of this one does the same. ``engine`` asks here before
-every event. Decisions 21 and 33 have the reasons.
+not change. Steps that do the same again and again are carried out by a program, which puts what the replicas returned
+into the account. Before anything else needs the tables, :meth:`CapturedSteps.unfold` brings them up to date: it hears
+the messages again in the general way. A server that takes the place of this one does the same. ``engine`` asks here
+before every event. Decisions 21, 33 and 34 have the reasons.
 
 A step with a merge point that needs an answer (an ``all_reduce``, a ``merge_call``, the first gradients of a set, an
 assigned Python number) is not captured, because the replicas wait for the server in the middle of it. Nor is one in
@@ -14,19 +15,18 @@ which a replica reads its own update, which takes a commit of its own.
 from __future__ import annotations
 
 import logging
-import struct
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from itertools import repeat
+from typing import Any, NamedTuple
 
-from cs_proto import codec
-from cs_proto.errors import CentralStorageError, PeerProtocolError
+from cs_proto import codec, marks
+from cs_proto.errors import CentralStorageError
 from cs_proto.frozen import frozen
 from cs_proto.messages import (
     MOST_AHEAD,
     ApplyPoint,
     Ask,
-    AssignPoint,
     Configure,
     Describe,
     Done,
@@ -45,13 +45,16 @@ from cs_server.events import Apply, Command, Commit, Event, Finished, Received, 
 
 from . import dispatch, sessions
 from .catalogue import optimizers, updates, variables
+from .step_kinds import Kind, Shape, kind_of, shape_of
 from .steps import progress, runs, watchdog
 from .store import reasons
-from .store.control_log import ControlDamaged, ControlFull
+from .store.account import Account
+from .store.control_log import ControlFull
 from .store.state import State
-from .store.tables import CapturedStep, joined, parted
+from .store.tables import CapturedStep, joined
+from .stored_steps import returned, with_account
 
-__all__ = ["CapturedSteps", "is_small"]
+__all__ = ["CapturedSteps", "NextStep", "is_small"]
 
 _log = logging.getLogger("cs_server.engine")
 
@@ -73,27 +76,6 @@ _REASONS = 256
 # Requests that change nothing that a later step depends on.
 _READS = (Get, Describe, Locate, Statistics)
 
-#: What counts of the notes of one replica, in order: of an apply its sets and the bound on the gradients, of an assign
-#: the variable and the operation, of a write note the variable.
-_Shape: TypeAlias = tuple[Any, ...]
-
-
-@frozen
-class _Kind:
-    """What all steps have in common in which the replicas bring notes of the same shapes."""
-
-    number: int
-    #: How many merge points there are, and how many of them are applies.
-    points: int
-    applies: int
-    #: How many write notes the replicas bring together.
-    notes: int
-    #: The variable sets that are updated, and the variables that are written, with repetitions.
-    sets: tuple[int, ...]
-    written: tuple[int, ...]
-    #: How many commits such a step counts as.
-    commits: int
-
 
 @frozen
 class _Ground:
@@ -105,22 +87,41 @@ class _Ground:
     client: str
 
 
+@frozen
+class NextStep:
+    """A step that a program may carry out when each worker has left the mark of its run."""
+
+    run: int
+    #: Whether the workers wait for the mark of its end.
+    is_of_series: bool
+    #: The peer name of each worker, by replica.
+    workers: tuple[bytes, ...]
+    commit: Commit | None
+
+
 class _Held(NamedTuple):
     """A return that waits for those of the other replicas."""
 
     event: Received
     record: Return
     now: float
-    shape: _Shape
+    shape: Shape
 
 
 class CapturedSteps:
     """The steps that were decided and that the other tables do not have yet, and the returns of the current step."""
 
-    def __init__(self, server: State) -> None:
+    def __init__(self, server: State, account: Account) -> None:
+        """``account`` is as the last server left it, if there was one. Its steps become captured ones."""
         self._server = server
+        self._account = account
         self._may_begin = False
         self._forget()
+        for place, step in server.tables.captured.items():
+            if step.account == account.number and account.begun:
+                heard = [returned(message) for message in step.heard]
+                server.tables.write_captured(with_account(place, step, heard, account, step.since[-1]))
+        account.renew()
 
     def _forget(self) -> None:
         """The other tables have everything."""
@@ -128,20 +129,24 @@ class CapturedSteps:
         self._held: list[_Held] = []
         self._run = self._series = self._lookahead = 0  # the last ones
         self._returns: list[Return] = []  # of the last one, in replica order
-        self._kind: _Kind | None = None  # of the last one
+        self._kind: Kind | None = None  # of the last one
         self._began = 0.0  # when its first return came
         self._committing = 0  # the ticket of its commit
-        self._shapes: dict[_Shape, bool] = {}  # those whose sets exist: whether they have write notes, to be checked
-        self._kinds: dict[tuple[_Shape, ...], _Kind] = {}
+        self._shapes: dict[Shape, bool] = {}  # those whose sets exist: whether they have write notes, to be checked
+        self._kinds: dict[tuple[Shape, ...], Kind] = {}
         self._counts = [0] * _KINDS  # of the steps of each kind that the other tables do not have
         self._tickets = 0  # of their commits
         self._applied: Counter[int] = Counter()  # in them, by variable set
         self._sizes: dict[tuple[int, int], int] = {}  # bytes of what is written down of them, by place
         self._nbytes = 0
         self._has_changes = False  # whether steps among them have brought changes of hyperparameters
+        self._armed: tuple[tuple[int, int], CapturedStep] | None = None  # the step that the account follows
+        self._next: tuple[NextStep, Counter[int]] | None = None  # with what is applied after it
+        self._refused: set[int] = set()  # kinds of which no program carries out steps
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
         """The commands that follow from ``event``. None if the event needs the general way."""
+        self._fold()
         reason = reasons.AFTER
         if type(event) is Received:
             record = event.record
@@ -204,6 +209,7 @@ class CapturedSteps:
         """Bring the other tables up to date, as if everything had been heard in the general way. What the store lacks
         is kept for the next flush. Returns the messages of a step of which not all replicas have returned, and when
         they came: they have to be heard in the general way now."""
+        self._fold()
         tables, held = self._server.tables, [(each.event, each.now) for each in self._held]
         if self._ground is None and not tables.captured:
             return []
@@ -225,7 +231,7 @@ class CapturedSteps:
         under way if ``is_committing``."""
         server = self._server
         entries = server.tables.captured.items()
-        steps = [(number, step, list(map(_returned, step.heard))) for (number, _), step in entries]
+        steps = [(number, step, list(map(returned, step.heard))) for (number, _), step in entries]
         steps.sort(key=lambda each: each[2][0].run)
         *_, last, heard = steps[-1]
         first, series = heard[0].run[0] - (heard[0].lookahead if heard[0].series else 0), heard[0].series
@@ -233,7 +239,7 @@ class CapturedSteps:
         for number, step, heard in {each[0]: each for each in steps}.values():  # the last one of each kind
             repeated = sum(each[0] == number for each in known)
             returns = sorted(heard, key=lambda record: record.replica)
-            self._count(_kind_of(number, [_shape_of(record) or () for record in returns]), step.count - repeated)
+            self._count(kind_of(number, [shape_of(record) or () for record in returns]), step.count - repeated)
         for _, step, heard in known:
             self._note(heard[0].run, reasons.CAPTURED)
             for now, record in zip(step.since, heard, strict=True):
@@ -248,7 +254,7 @@ class CapturedSteps:
         dispatch.settle(self._server)
         self._server.out.clear()
 
-    def _count(self, kind: _Kind, count: int) -> None:
+    def _count(self, kind: Kind, count: int) -> None:
         """Count ``count`` finished steps of a kind in the tables."""
         server, tally = self._server, self._server.tables.tally
         tally.messages += count * len(server.replicas)
@@ -303,7 +309,7 @@ class CapturedSteps:
             return reasons.UNQUIET
         if lookahead > _MOST_AHEAD:
             return reasons.AHEAD
-        shape = _shape_of(record)
+        shape = shape_of(record)
         if record.value is None or shape is None:
             return reasons.FAILED
         if self._shapes.get(shape, True) and not self._fits(record, shape):
@@ -313,7 +319,7 @@ class CapturedSteps:
             _log.debug("steps are captured from run %d on", run)
         return _Held(event, record, now, shape)
 
-    def _fits(self, record: Return, shape: _Shape) -> bool:
+    def _fits(self, record: Return, shape: Shape) -> bool:
         """Whether the notes would be taken as they come, before those of the other replicas are known."""
         server, writes = self._server, self._shapes.get(shape)
         if writes is None:
@@ -375,7 +381,7 @@ class CapturedSteps:
                 return reasons.KINDS
             if len({tuple([part for part in shape if type(part) is tuple]) for shape in shapes}) > 1:
                 return reasons.FAILED  # the replicas do not meet
-            kind = _kind_of(len(self._kinds), shapes)
+            kind = kind_of(len(self._kinds), shapes)
         run, series, lookahead = returns[0].run[0], returns[0].series, returns[0].lookahead
         heard = tuple([joined(held.event.parts or codec.encode(held.record)) for held in self._held])
         place = kind.number, run % (1 + lookahead) if series else 0
@@ -383,7 +389,9 @@ class CapturedSteps:
         grows = size - self._sizes.get(place, 0)
         if size > _STEP_NBYTES or self._nbytes + grows > _STEPS_NBYTES:
             return reasons.LARGE
-        step = CapturedStep(self._counts[kind.number] + 1, tuple([held.now for held in self._held]), heard)
+        is_repeated = self._is_repeated(kind, returns[0]) and not any(held.event.parts for held in self._held)
+        since, account = tuple([held.now for held in self._held]), self._account.number if is_repeated else 0
+        step = CapturedStep(self._counts[kind.number] + 1, since, heard, account)
         try:
             if tables.is_ahead:
                 tables.flush()
@@ -391,7 +399,7 @@ class CapturedSteps:
             for optimizer in changed:
                 tables.optimizers[optimizer.number] = optimizer
             operations = self._operations(kind, returns)
-            tables.write_captured(place, step)
+            tables.write_captured({place: step})
         except Exception as error:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             server.rollback()
             return reasons.LARGE if isinstance(error, ControlFull) else reasons.FAILED
@@ -401,9 +409,9 @@ class CapturedSteps:
             # those after it, finds the same numbers.
             tables.keep()
         self._kinds[shapes] = kind
+        self._armed = (place, step) if is_repeated else None
         self._counts[kind.number] += 1
-        self._sizes[place] = size
-        self._nbytes += grows
+        self._note_size(place, size)
         self._run, self._series, self._lookahead = run, series, lookahead
         self._returns, self._kind, self._began = returns, kind, self._held[0].now
         self._held = []
@@ -413,7 +421,7 @@ class CapturedSteps:
         self._committing = tables.tally.tickets + self._tickets
         return [Commit(self._committing, operations)]
 
-    def _operations(self, kind: _Kind, returns: Sequence[Return]) -> tuple[Apply | Write, ...]:
+    def _operations(self, kind: Kind, returns: Sequence[Return]) -> tuple[Apply | Write, ...]:
         """What a step commits. Raises as the general way does where it does not fit."""
         notes: list[WriteNote] = []
         brought: list[Any] = [record.notes for record in returns]
@@ -438,6 +446,72 @@ class CapturedSteps:
         values = tuple([record.value for record in returns if record.value is not None])
         commands.append(Send(ground.controller, RunFinished(run, values, None, kind.commits)))
         return commands
+
+    # --- steps by a program -------------------------------------------------------------------------------------------
+
+    def _is_repeated(self, kind: Kind, returned: Return) -> bool:
+        """Whether a step does what the one before it did, and nothing else than to apply gradients."""
+        is_next = (returned.run[0], returned.series) == (self._run + 1, self._series)
+        only_applies = kind.points == kind.applies and not kind.notes and not returned.changes
+        return kind is self._kind and is_next and only_applies and kind.number not in self._refused
+
+    def next_step(self) -> NextStep | None:
+        """The step after the last one, for a program to carry out. None if it has to come as messages."""
+        if self._armed is None or self._committing:
+            return None
+        ground, kind, applied = self._ground, self._kind, self._applied.copy()
+        assert ground is not None
+        assert kind is not None
+        points: list[Any] = list(zip(*[record.notes for record in self._returns], strict=True))
+        try:
+            operations = progress.make(self._server, points, (), applied)
+        except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
+            return None
+        ticket = self._server.tables.tally.tickets + self._tickets + 1
+        peers = tuple([peer for peer, _ in ground.workers])
+        commit = Commit(ticket, operations) if operations else None
+        step = NextStep(self._run + 1, self._series > 0, peers, commit)
+        self._next = step, applied
+        return step
+
+    def refuse(self) -> None:
+        """No program carries out steps like the last one."""
+        assert self._kind is not None
+        self._refused.add(self._kind.number)
+        self._fold()
+
+    def passed(self, now: float) -> list[Command]:
+        """The answers to the step of :meth:`next_step`, which a program has carried out. The workers have theirs."""
+        ground, kind = self._ground, self._kind
+        assert self._next is not None
+        assert ground is not None
+        assert kind is not None
+        step, self._applied = self._next
+        bodies = self._account.bodies(step.run)
+        self._returns = [marks.following(*each) for each in zip(self._returns, repeat(step.run), bodies)]
+        self._run, self._began = step.run, now
+        self._counts[kind.number] += 1
+        self._tickets += bool(kind.commits)
+        values = tuple([record.value for record in self._returns if record.value is not None])
+        return [Send(ground.controller, RunFinished((step.run,), values, None, kind.commits))]
+
+    def _fold(self) -> None:
+        """Write the steps of the account to the store. From now on they are captured ones like others."""
+        if self._armed is None:
+            return
+        place, step = self._armed
+        self._armed = self._next = None
+        if self._account.begun:
+            _log.debug("%d steps were carried out by a program, up to run %d", self._account.begun, self._run)
+            steps = with_account(place, step, self._returns, self._account, self._began)
+            self._server.tables.write_captured(steps)
+            for each, folded in steps.items():
+                self._note_size(each, sum(map(len, folded.heard)))
+        self._account.renew()
+
+    def _note_size(self, place: tuple[int, int], size: int) -> None:
+        self._nbytes += size - self._sizes.get(place, 0)
+        self._sizes[place] = size
 
     # --- what comes between -------------------------------------------------------------------------------------------
 
@@ -510,59 +584,3 @@ def is_small(record: Return) -> bool:
     if value is None or not all(isinstance(note, ApplyPoint) for note in record.notes):
         return False
     return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
-
-
-def _shape_of(record: Return) -> _Shape | None:
-    """The shape of the notes of a Return. None if one needs an answer or is not the next one."""
-    parts: list[Any] = []
-    k = writes = 0
-    for note in record.notes:
-        if note.k != k:
-            return None
-        if type(note) is ApplyPoint:
-            sets = [
-                (each.optimizer, each.variable_set, tuple([g.variable for g in each.sparse]) if each.sparse else ())
-                for each in note.updates
-            ]
-            for _, number, _ in sets:
-                if not number:  # the replica would wait for it
-                    return None
-            parts.append((tuple(sets), note.global_clipnorm, note.clip_epsilon))
-            k += 1
-        elif type(note) is AssignPoint:
-            if note.checked:
-                return None
-            parts.append((note.variable, note.op))
-            k += 1
-        elif type(note) is WriteNote:
-            if note.number != writes:
-                return None
-            parts.append(note.variable)
-            writes += 1
-    return tuple(parts) if record.count == k else None
-
-
-def _kind_of(number: int, shapes: Sequence[_Shape]) -> _Kind:
-    """The kind of steps in which the replicas bring notes of these shapes, by replica."""
-    points = [part for part in shapes[0] if type(part) is tuple]
-    applies = [part[0] for part in points if len(part) == 3]
-    notes = [part for shape in shapes for part in shape if type(part) is int]
-    return _Kind(
-        number,
-        len(points),
-        len(applies),
-        len(notes),
-        tuple(variable_set for sets in applies for _, variable_set, _ in sets),
-        (*(part[0] for part in points if len(part) == 2), *notes),
-        len(points) + len(notes),
-    )
-
-
-def _returned(message: bytes) -> Return:
-    try:
-        record = parted(message)
-    except (PeerProtocolError, ValueError, struct.error) as error:
-        raise ControlDamaged(f"a message in the control store does not read back: {error}") from error
-    if not isinstance(record, Return):
-        raise ControlDamaged(f"the control store has a {type(record).__name__} for a Return")
-    return record

@@ -15,6 +15,8 @@ from __future__ import annotations
 import logging
 import traceback
 
+import numpy as np
+
 from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
@@ -59,9 +61,10 @@ from cs_server.events import (
 )
 
 from . import dispatch, sessions
-from .captured_steps import CapturedSteps, is_small
+from .captured_steps import CapturedSteps, NextStep, is_small
 from .catalogue import optimizers, slabs
 from .steps import progress, replay_check, runs
+from .store.account import Account, account_nbytes
 from .store.control_log import Control
 from .store.state import Config, opened
 
@@ -78,13 +81,15 @@ _BEGINS = (Ask, Return, Cancel, WaitReport, Resent)
 class Engine:
     """One service's state and what it does next."""
 
-    def __init__(self, config: Config, control: Control) -> None:
-        """Continue from ``control``, or start if it is empty.
+    def __init__(self, config: Config, control: Control, account: Account | None = None) -> None:
+        """Continue from ``control`` and ``account``, or start if they are empty. Without an account no step is carried
+        out by a program in a way that another server could continue.
 
         Raises :class:`~cs_server.engine.store.control_log.ControlDamaged` if it cannot be read.
         """
         self._server = opened(config, control)
-        self._captured = CapturedSteps(self._server)
+        memory = np.zeros(account_nbytes(config.replicas), np.uint8)
+        self._captured = CapturedSteps(self._server, account or Account(memory, config.replicas))
         #: The places in the code (file, line) where a message raised an unforeseen exception: each is logged once.
         self._shown: set[tuple[str, int | None]] = set()
         self._unfold()
@@ -122,6 +127,20 @@ class Engine:
             if not isinstance(event, Received) or isinstance(instead, _Refusal):
                 raise
             return self._attempt(with_changes(asked, event=_refused(event, error)), now)
+
+    def next_step(self) -> NextStep | None:
+        """The step after the last one, if it may be carried out without the engine, and before it hears anything else:
+        each worker returns what it returned before, with another value. :meth:`passed` must follow, or
+        :meth:`refuse_steps` if no such step can be carried out so; or any other event."""
+        return self._captured.next_step()
+
+    def passed(self, now: float) -> list[Command]:
+        """The commands that follow when the step of :meth:`next_step` has been carried out."""
+        return self._captured.passed(now)
+
+    def refuse_steps(self) -> None:
+        """Expect no more steps like that of :meth:`next_step`."""
+        self._captured.refuse()
 
     def resume(self) -> list[Command]:
         """The first commands of a restarted server: open its segments, and repeat what was under way."""

@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs_proto import messages
+from cs_proto.codec import MARK_NBYTES
 from cs_proto.errors import PeerProtocolError
 from cs_runtime.transport.mailboxes import Mailboxes, Patience
-from cs_runtime.transport.rings import MARK_NBYTES, NBYTES, Incoming, Mark, Outgoing
+from cs_runtime.transport.rings import NBYTES, Incoming, Mark, Outgoing
 
 PAGE = 4096
 SMALL = PAGE + 1024
@@ -311,7 +312,7 @@ def test_what_a_peer_posted_before_it_went_counts(ends: Ends) -> None:
 def test_a_damaged_one_is_given_up_with_a_message_that_is_none(ends: Ends) -> None:
     ends.shake_hands()
     assert ends.here.post("there", [b"x"])
-    ends.here._boxes["there"]._out.words[0] = 1 << 40
+    ends.here._boxes["there"].outgoing.words[0] = 1 << 40
     assert ends.there.take() == ("here", ())
     assert not ends.there
     assert not ends.here.post("there", [b"y"])
@@ -330,13 +331,13 @@ def test_of_three_mailboxes_one_that_is_damaged_is_given_up_with_its_mark() -> N
         heard = [one.take() for _ in range(6)]
         assert None not in heard
         assert every[0].here.post("there", [b"y"])
-        every[0].here._boxes["there"]._out.words[0] = 1 << 40
+        every[0].here._boxes["there"].outgoing.words[0] = 1 << 40
         assert every[0].here.mark("there", 5)
         assert one.take() == ("0", Mark(5, b""))
         assert one.take() == ("0", ())
         assert one.peers() == ("1", "2")
         assert every[1].here.mark("there", 6)
-        every[1].here._boxes["there"]._out.words[0] = 1 << 40
+        every[1].here._boxes["there"].outgoing.words[0] = 1 << 40
         one.came("1", [b"over ZeroMQ"])
         assert [one.take() for _ in range(3)] == [("1", Mark(6, b"")), ("1", ()), ("1", [b"over ZeroMQ"])]
         assert one.take() is None
@@ -492,7 +493,7 @@ def test_a_mark_has_a_limited_number_of_bytes(ends: Ends) -> None:
     assert ends.here.mark("there", 4)
     assert ends.there.take() == ("here", Mark(4, b""))
     assert ends.here.mark("there", 5, b"x")
-    ends.here._boxes["there"]._out.words[256] = 1 << 60  # no writer says that
+    ends.here._boxes["there"].outgoing.words[256] = 1 << 60  # no writer says that
     assert ends.there.take() == ("here", Mark(5, b"xhort" + body[5:]))
 
 
@@ -538,7 +539,7 @@ def test_a_mark_wakes_who_sleeps_and_does_not_wait_for_the_socket(ends: Ends) ->
 
 def test_marks_are_told_apart_when_their_count_begins_anew(ends: Ends) -> None:
     ends.shake_hands()
-    ends.here._boxes["there"]._out._marks = (1 << 24) - 2
+    ends.here._boxes["there"].outgoing._marks = (1 << 24) - 2
     for _ in range(4):
         assert ends.here.mark("there", 0)
         assert ends.there.take() == ("here", Mark(0, b""))

@@ -8,7 +8,7 @@ last ``flush``. The tables know no rules; the other modules of the engine act on
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -306,11 +306,12 @@ class Departure(_Row):
 @record(218)
 class CapturedStep(_Row):
     """A step that the other tables do not have yet: its messages as they came, and when. It is the ``count``-th of
-    those of its kind."""
+    those of its kind. The steps of the account with the number ``account`` follow it; 0: none do."""
 
     count: int
     since: tuple[float, ...]
     heard: tuple[bytes, ...]
+    account: int = 0
 
 
 Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
@@ -519,10 +520,11 @@ class Tables:
             table.accept()
         self._changed.clear()
 
-    def write_captured(self, place: tuple[int, int], step: CapturedStep) -> None:
-        """Write a step, without the changes. Raises ControlFull; then nothing is written."""
-        self._control.write({self.captured.letter + _pack_key(place): _pack(step)})
-        self.captured.load(place, step)
+    def write_captured(self, steps: Mapping[tuple[int, int], CapturedStep]) -> None:
+        """Write steps by place, without the changes. Raises ControlFull; then nothing is written."""
+        self._control.write({self.captured.letter + _pack_key(place): _pack(step) for place, step in steps.items()})
+        for place, step in steps.items():
+            self.captured.load(place, step)
 
     def keep(self) -> None:
         """Keep the changes for the next ``flush``."""
