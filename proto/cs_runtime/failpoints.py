@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 from cs_proto.frozen import frozen
 
-__all__ = ["FAILPOINTS", "FailpointError", "failpoint", "failpoints_of"]
+__all__ = ["FAILPOINTS", "IS_SET", "FailpointError", "failpoint", "failpoints_of"]
 
 #: Every place, by the role whose process reaches it.
 FAILPOINTS = (
@@ -35,6 +35,7 @@ FAILPOINTS = (
     "server.commit",  # the commit counter is odd; no byte of a variable has changed
     "server.kept",  # the old values of a piece of a commit are kept; nothing of it is overwritten
     "server.phase",  # a phase of a commit is done, and not recorded
+    "server.pass",  # an instruction of a program is done
     "server.committed",  # all bytes have changed; the engine has not been told
     "server.send",  # before a message is sent
     # worker
@@ -134,6 +135,9 @@ def _act(item: _Item, name: str) -> None:
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
+
+#: Whether the environment sets any: then Python does, one by one, what compiled code would do in one call.
+IS_SET = bool(os.environ.get("CS_FAILPOINTS"))
 
 if spec := os.environ.get("CS_FAILPOINTS"):
     failpoint = failpoints_of(spec, os.environ.get("CS_FAILPOINTS_DIR", ""), os.environ.get("RANK", ""))

@@ -31,7 +31,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
 from cs_server.rules import MEAN_LANES, RULES, Array, Rule, reference, scalars
 
-from . import object_loader
+from . import object_loader, programs
 from .undo import Lane
 
 KERNEL_DTYPES = ("float32", "float64")
@@ -313,6 +313,7 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
         if is_asked:
             compiled += _prepare(rule, dtype, directory, is_sparse=is_sparse, is_awaited=False)
     object_loader.chain()
+    programs.compiled()
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 

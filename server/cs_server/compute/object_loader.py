@@ -58,9 +58,22 @@ class Bound:
         """Let ``used`` live as long as this: memory of which only the address is in the arrays."""
         self._kept += (*used,)
 
+    def status(self) -> int:
+        """Call it; what it returns, 0 unless it fails."""
+        status: int = self._function(*self._arguments)
+        return status
+
     def __call__(self) -> None:
         if status := self._function(*self._arguments):
             raise RuntimeError(f"a kernel ended with status {status}")
+
+
+def call(function: int, words: int) -> int:
+    """What the function returns, for the two addresses of `Bound.call`."""
+    spare = ctypes.create_string_buffer(2 * _SPARE_NBYTES)
+    result = ctypes.addressof(spare)
+    status: int = _Function(function)(result, result + _SPARE_NBYTES, words)
+    return status
 
 
 def kernel(code: bytes) -> Bind:
@@ -109,7 +122,12 @@ def chain() -> Bind:
     builder.ret(returned)
     builder.position_at_end(done)
     builder.ret(status(0))
-    return _bind(llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), target()))
+    return assembled(str(module))
+
+
+def assembled(code: str) -> Bind:
+    """The function in ``code``, a module of LLVM's language with `SYMBOL` in it."""
+    return _bind(llvm.create_mcjit_compiler(llvm.parse_assembly(code), target()))
 
 
 def _bind(engine: llvm.ExecutionEngine) -> Bind:
