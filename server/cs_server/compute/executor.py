@@ -29,16 +29,13 @@ from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, 
 from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_ratio
 
 from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
-from .kernels import BoundRanges, UpdateNumbers, apply_dense, in_turn
+from .kernels import apply_dense
+from .plans import Plan, rule_of
 from .sparse import Merged, Table, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
 __all__ = ["Executor", "Memory", "fill"]
 
-# An update of fewer elements than this finishes before another thread would wake up.
-_ELEMENTS_PER_THREAD = 1 << 17
-# Ranges are cut between cache lines, whatever the dtype.
-_ELEMENTS_PER_CUT = 64
 # The number of cached plans. The variable sets of an apply have one for each set of gradient buffers.
 _PLANS = 256
 # Gradients that are clipped are summed in pieces of this many elements, whose squares are added up in order.
@@ -75,7 +72,7 @@ class Executor:
         self._place = place
         self._undo = Undo(undo, threads)
         # By the rule and the parts of each step, and the number of lanes.
-        self._plans: dict[tuple[tuple[tuple[str, tuple[Dense, ...]], ...], int], _Plan] = {}
+        self._plans: dict[tuple[tuple[tuple[str, tuple[Dense, ...]], ...], int], Plan] = {}
         # By lane.
         self._spaces: dict[int, Workspace] = {}
         # By the rule and the place.
@@ -185,7 +182,7 @@ class Executor:
             step.sparse = [[(gradient.sums, gradient.rows)] for gradient in step.merged]
 
     def _table(self, rule: Rule, rows: Rows) -> Table:
-        rule = _rule_of(rows, rule)
+        rule = rule_of(rows, rule)
         key = (rule.name, rows.dtype, rows.first, rows.shape, rows.parameters, rows.slots)
         if key not in self._tables:
             if len(self._tables) >= _PLANS:
@@ -217,18 +214,13 @@ class Executor:
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            parts = [
-                (which, number, _rule_of(part, step.rule), part.ranges, self._arrays(part))
-                for which, step in enumerate(steps)
-                for number, part in enumerate(step.update.dense)
-            ]
-            plan = self._plans[key] = _Plan(parts, self._undo.lanes)
+            plan = self._plans[key] = Plan([step.update for step in steps], self._arrays, self._undo.lanes)
 
-        plan.set(steps, weights)
+        plan.set([(step.update, step.given, step.factor) for step in steps], weights)
 
         def apply(shares: Sequence[int], lane: Lane) -> None:
             for share in shares:  # at most one, and the kernels go through its pieces themselves
-                plan.apply(share, lane)
+                plan.update(share, lane)()
 
         self._phase(range(len(plan.shares)), apply)
 
@@ -255,7 +247,7 @@ class Executor:
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
                 given = self._trusted(each.step.given, each.number % NUMBERS) if rule.direction else each.step.given
-                own, slots = _rule_of(each.part, rule), tuple(slot[piece] for slot in slots)
+                own, slots = rule_of(each.part, rule), tuple(slot[piece] for slot in slots)
                 apply_dense(own, whole, parameters[piece], slots, (total,), given, each.t)
 
         self._phase([smaller for piece in pieces for smaller in piece.smaller()], update)
@@ -271,7 +263,7 @@ class Executor:
                 parameters, slots, gradients = self._arrays(each.part)
                 values = parameters[each.elements], each.total(gradients, weights)
                 of_slots = [slot[each.elements] for slot in slots]
-                found[which] = squares(_rule_of(each.part, each.step.rule), *values, of_slots, each.step.given, each.t)
+                found[which] = squares(rule_of(each.part, each.step.rule), *values, of_slots, each.step.given, each.t)
 
         self._spread(min(lanes, len(pieces)), share)
         sums: dict[int, tuple[float, float]] = {}
@@ -462,51 +454,6 @@ class _Piece:
 _Named: TypeAlias = tuple[Table, list[tuple[np.ndarray, np.ndarray]], tuple[float, ...], Hyperparameters, int]
 """A table, its gradients and their weights, the hyperparameters and the number of the update."""
 
-_Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
-
-
-class _Plan:
-    """Updates of the same parts: their places, the shares of the lanes, the kernels of each share, and the numbers of
-    the next update."""
-
-    def __init__(
-        self, parts: Sequence[tuple[int, int, Rule, tuple[tuple[int, int], ...], _Arrays]], lanes: int
-    ) -> None:
-        """``parts``: of each the number of its step, its own number there, its rule, its ranges and its arrays."""
-        self._parts = [
-            (which, number, arrays, UpdateNumbers(rule, arrays[0].dtype, len(arrays[2])))
-            for which, number, rule, _, arrays in parts
-        ]
-        self.shares = _shares(tuple([ranges for *_, ranges, _ in parts]), lanes)
-        self._is_scaled = False
-        # By share, and whether something is scaled.
-        self._updates: dict[tuple[int, bool], Callable[[], None]] = {}
-
-    def set(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
-        """Let the next update be that of these steps."""
-        self._is_scaled = bool(weights) or any(step.factor != 1 for step in steps)
-        for which, number, arrays, numbers in self._parts:
-            step = steps[which]
-            scale = (*(weights or [1.0] * len(arrays[2])), step.factor) if self._is_scaled else ()
-            counts = step.update.counts
-            numbers.set(step.given, counts[number] if counts else step.update.t, scale)
-
-    def apply(self, share: int, lane: Lane) -> None:
-        """Update a share. The same lane always has the same share."""
-        update = self._updates.get((share, self._is_scaled))
-        if update is None:
-            update = self._updates[share, self._is_scaled] = self._bound(share, lane)
-        update()
-
-    def _bound(self, share: int, lane: Lane) -> Callable[[], None]:
-        updates, before = [], 0
-        for part, ranges in self.shares[share]:
-            _, _, arrays, numbers = self._parts[part]
-            bound = BoundRanges(numbers, ranges, *arrays, lane, before)
-            updates.append(bound.update(self._is_scaled))
-            before += bound.pieces
-        return in_turn(updates)
-
 
 def fill(memory: Memory, operation: Fill) -> None:
     """Set the elements of a fill. One that is lazy gives their pages back, which then read as zeros."""
@@ -521,36 +468,5 @@ def fill(memory: Memory, operation: Fill) -> None:
     elements[-edge:] = 0
 
 
-def _rule_of(part: Dense | Rows, rule: Rule) -> Rule:
-    """The rule of a part of an update that follows ``rule``."""
-    return RULES[part.rule] if part.rule else rule
-
-
 def _cut(first: int, last: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, last)) for start in range(first, last, size))
-
-
-def _shares(
-    parts: Sequence[tuple[tuple[int, int], ...]], threads: int
-) -> tuple[tuple[tuple[int, np.ndarray], ...], ...]:
-    """The ranges of several parts cut into up to ``threads`` shares of about as many elements. A share names some parts
-    by their number, each with an int64 array of ranges of shape [n, 2]."""
-    total = sum(last - first for ranges in parts for first, last in ranges)
-    count = max(1, min(threads, total // _ELEMENTS_PER_THREAD))
-    size = -(-total // count)
-    shares: list[dict[int, list[tuple[int, int]]]] = [{}]
-    room = size
-    for part, ranges in enumerate(parts):
-        for first, last in ranges:
-            while last - first > room and len(shares) < count:
-                # A cut lies between cache lines, so no two threads ever write one; it may fall where the range begins.
-                cut = max(first, (first + room) // _ELEMENTS_PER_CUT * _ELEMENTS_PER_CUT)
-                if cut > first:
-                    shares[-1].setdefault(part, []).append((first, cut))
-                shares.append({})
-                first, room = cut, size
-            shares[-1].setdefault(part, []).append((first, last))
-            room -= last - first
-    return tuple(
-        tuple((part, np.array(ranges, np.int64).reshape(-1, 2)) for part, ranges in share.items()) for share in shares
-    )

@@ -14,7 +14,7 @@ from tests.harness.examples import examples
 from cs_proto.arrays import Array, Location, array_of, frame_view, view_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, ReduceOpName
-from cs_server.compute import executor
+from cs_server.compute import executor, plans
 from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
 from cs_server.rules import RULES, reference
@@ -49,7 +49,7 @@ def at(segment: str, offset: int, like: np.ndarray) -> Array:
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many threads an update may use; even a small one is spread over them."""
-    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_THREAD", 1)
     found: int = request.param
     return found
 
@@ -238,7 +238,7 @@ def test_lazy_rows_move_by_the_norms_of_the_named_rows() -> None:
 def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_THREAD", 1)
     memory = Bytes(w=np.zeros(1000), g=np.arange(1000.0))
     door, inside, spread = Event(), Semaphore(0), Executor(memory, 3)
     assert spread._pool is not None
@@ -269,9 +269,9 @@ def test_shares_cover_every_element_once_and_in_order(steps: list[tuple[int, int
         ranges.append((end + gap, end + gap + length))
         end = ranges[-1][1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "_ELEMENTS_PER_THREAD", 300)
+        patch.setattr(plans, "_ELEMENTS_PER_THREAD", 300)
         halves = tuple(ranges[::2]), tuple(ranges[1::2])
-        shares = executor._shares(halves, threads)
+        shares = plans.shares_of(halves, threads)
     assert 1 <= len(shares) <= threads
     sizes = [sum(last - first for _, part in share for first, last in part.tolist()) for share in shares]
     for number, half in enumerate(halves):

@@ -11,7 +11,7 @@ import pytest
 from tests.server.compute.test_executor import Bytes, commit
 
 from cs_proto.arrays import array_of
-from cs_server.compute import executor
+from cs_server.compute import plans
 from cs_server.compute.clipping import Clipping, factors_together, square_of
 from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Dense, Rows, Update
@@ -84,7 +84,7 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 300)
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_THREAD", 300)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.server.compute.test_executor import Bytes, at
 from cs_proto.arrays import array_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import WriteOp
-from cs_server.compute import executor, jit, kernels, undo
+from cs_server.compute import executor, jit, kernels, plans, undo
 from cs_server.compute import sparse as sparse_updates
 from cs_server.compute.executor import Executor
 from cs_server.compute.undo import UNDO_NBYTES, Lane, Undo
@@ -87,8 +87,8 @@ class Fuse:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything consists of many pieces, and of as many shares as there are threads."""
-    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
-    monkeypatch.setattr(executor, "_ELEMENTS_PER_CUT", 4)
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_CUT", 4)
     monkeypatch.setattr(kernels, "CHUNK_NBYTES", SMALL)
     monkeypatch.setattr(kernels, "KEPT_BLOCK_NBYTES", SMALL)
     monkeypatch.setattr(executor, "KEPT_NBYTES", SMALL)
