@@ -31,6 +31,7 @@ from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_rat
 from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
 from .kernels import apply_dense
 from .plans import Plan, rule_of
+from .prepared import Prepared, PreparedCommits
 from .sparse import Merged, Table, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
@@ -77,6 +78,7 @@ class Executor:
         self._spaces: dict[int, Workspace] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
+        self._prepared = PreparedCommits(self._undo, self._arrays)
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
 
     def compute(self, command: Compute) -> tuple[Array, ...]:
@@ -117,6 +119,15 @@ class Executor:
     def has_done(self, ticket: int) -> bool:
         """Whether that commit was the last one, and an earlier server has finished it."""
         return self._undo.is_done(ticket)
+
+    def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
+        """What `commit` would do with these operations, as instructions of a program, with the numbers of this step;
+        None if they are not all small updates of dense variables by compiled kernels, without any clipping.
+
+        For operations on the same places it returns the same object, with their numbers: so a program of it must have
+        run before. After many others it makes another one, of which the program must be made anew.
+        """
+        return self._prepared.prepare(operations)
 
     def close(self) -> None:
         """End the threads."""

@@ -20,10 +20,13 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cs_proto.errors import InvalidArgumentError
 from cs_runtime.failpoints import failpoint
 from cs_server.rules import Array
 
-__all__ = ["KEPT_NBYTES", "LANES", "NUMBERS", "UNDO_NBYTES", "Lane", "Place", "Undo", "used_nbytes"]
+from .programs import Instruction, Op
+
+__all__ = ["KEPT_NBYTES", "LANES", "NUMBERS", "UNDO_NBYTES", "Lane", "Place", "Stores", "Undo", "used_nbytes"]
 
 #: Bytes that a lane can keep of one array of a piece; a piece has at most four arrays (a variable, three slots).
 KEPT_NBYTES = 256 * 1024
@@ -71,6 +74,11 @@ class Lane:
         self._words = self._line.data  # a memoryview is faster than an array for a single number
         self._area = memory[_LINE_NBYTES:]
         self._tag = 0
+
+    @property
+    def line(self) -> NDArray[np.int64]:
+        """The words of the lane; empty if nothing is kept."""
+        return self._line
 
     @property
     def progress(self) -> NDArray[np.int64]:
@@ -157,7 +165,9 @@ class Undo:
         """``memory`` has ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
         self._memory = memory
         head = np.zeros(_HEAD_NBYTES, np.uint8) if memory is None else memory[:_HEAD_NBYTES]
-        self._head = head[:24].view(np.int64).data
+        #: The words of the head.
+        self.head: NDArray[np.int64] = head[:24].view(np.int64)
+        self._head = self.head.data
         #: Noted in one phase and read in those that follow it, also by the next server: what they overwrite cannot be
         #: computed again.
         self.numbers: NDArray[np.float64] = head[_NUMBERS_AT:].view(np.float64)
@@ -171,10 +181,15 @@ class Undo:
         sets it."""
         return self._head[_COUNT]
 
+    @property
+    def begun(self) -> int:
+        """The ticket of the commit that was begun last."""
+        return self._head[_TAG] // _PHASES
+
     def begin(self, ticket: int) -> None:
         """Begin a commit, or continue it. Tickets grow from 1 and are never reused."""
         self._ticket, self._phase = ticket, 0
-        if self._memory is None or self._head[_TAG] // _PHASES != ticket:
+        if self._memory is None or self.begun != ticket:
             _say(self._head, _COUNT, self._limit)
             _say(self._head, _TAG, self._tag)
 
@@ -201,19 +216,79 @@ class Undo:
 
     def lane(self, which: int) -> Lane:
         """A lane that has entered the phase."""
+        lane = self.lane_outside(which)
+        lane.enter(self._tag)
+        return lane
+
+    def lane_outside(self, which: int) -> Lane:
+        """A lane, whose words stay as they are."""
         if which not in self._lanes:
             first = _HEAD_NBYTES + which * _LANE_NBYTES
             memory = None if self._memory is None else self._memory[first : first + _LANE_NBYTES]
             self._lanes[which] = Lane(memory)
-        lane = self._lanes[which]
-        lane.enter(self._tag)
-        return lane
+        return self._lanes[which]
 
     @property
     def _tag(self) -> int:
         return self._ticket * _PHASES + self._phase
 
 
+class Stores:
+    """The stores of `Undo` and `Lane` in a commit with one lane, in the same order, as instructions of a program.
+
+    Only a commit that nobody has begun may be carried out so: another one may have more lanes, and its finished phases
+    must be skipped. The program takes the ticket from words of this object.
+    """
+
+    def __init__(self, undo: Undo) -> None:
+        self._undo, self._lane = undo, undo.lane_outside(0)
+        #: The ticket, the tag of its first phase, and 0.
+        self._given = np.zeros(3, np.int64)
+        self._words = self._given.data
+
+    def set_ticket(self, ticket: int) -> None:
+        """Let the next run be the commit with this ticket. Raises InvalidArgumentError if it, or a later one, has been
+        begun."""
+        if self._undo.begun >= ticket:
+            raise InvalidArgumentError(f"commit {ticket} cannot begin: {self._undo.begun} has begun")
+        self._words[0], self._words[1] = ticket, ticket * _PHASES
+
+    def begin(self) -> list[Instruction]:
+        """As `Undo.begin`, which a new server with other lanes continues with this one."""
+        return [self._set(self._undo.head, _COUNT, self._zero, 1), self._set(self._undo.head, _TAG, self._tag, 0)]
+
+    def enter(self, phase: int) -> list[Instruction]:
+        """As `Lane.enter`. Phases count from 0."""
+        line = self._lane.line
+        if not len(line):
+            return []
+        inverted = (Op.INVERT, _address(line, _LANE_TAG), self._tag, phase)
+        return [inverted, self._set(line, _PROGRESS, self._zero, 0), self._set(line, _LANE_TAG, self._tag, phase)]
+
+    def close(self, phase: int) -> list[Instruction]:
+        """As `Undo.close`."""
+        return [self._set(self._undo.head, _TAG, self._tag, phase + 1)]
+
+    def end(self) -> list[Instruction]:
+        """As `Undo.end`."""
+        return [self._set(self._undo.head, _DONE, _address(self._given, 0), 0)]
+
+    @property
+    def _tag(self) -> int:
+        return _address(self._given, 1)
+
+    @property
+    def _zero(self) -> int:
+        return _address(self._given, 2)
+
+    def _set(self, words: NDArray[np.int64], which: int, source: int, more: int) -> Instruction:
+        return Op.MOVE, _address(words, which), source, more
+
+
+def _address(words: NDArray[np.int64], which: int) -> int:
+    return words.ctypes.data + words.itemsize * which
+
+
 def _say(words: memoryview, which: int, value: int) -> None:
-    """Store a word. Only this function and compiled code change words; tests cut the sequence of stores here."""
+    """Store a word. Only this function, programs and kernels change words; tests cut the sequence of stores here."""
     words[which] = value

@@ -154,6 +154,13 @@ class InPython:
 
         return bind
 
+    def spoil(self, noise: np.random.Generator) -> None:
+        """Fill with noise what is just being overwritten."""
+        for progress, number, arrays, place in self.at_hand.values():
+            if progress[0] == 2 * number - 1:
+                for array in arrays:
+                    array[place] = noise.standard_normal(array[place].shape).astype(array.dtype)
+
     def add_mean(self, slot: Any, row: int, partial: Any, width: int, number: int, progress: Any, area: Any) -> None:
         if progress.size:
             self.at_hand[progress.ctypes.data] = progress, number, (slot,), slice(row, row + 1)
@@ -240,10 +247,7 @@ class Server:
             if lane.is_kept and lane.done == done:
                 for array, index in places:
                     array[index] = noise.standard_normal(array[index].shape).astype(array.dtype)
-        for progress, number, arrays, place in by_python.at_hand.values():
-            if progress[0] == 2 * number - 1:
-                for array in arrays:
-                    array[place] = noise.standard_normal(array[place].shape).astype(array.dtype)
+        by_python.spoil(noise)
         return fuse.count
 
 
@@ -539,6 +543,7 @@ KILLED = """
 import mmap, os, signal, sys
 import numpy as np
 from cs_server.compute.executor import Executor
+from cs_server.compute.programs import Program
 from cs_server.events import Apply, Commit, Dense, Update
 from cs_server.compute.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
 from tests.server.compute.test_executor import Bytes
@@ -546,12 +551,13 @@ from tests.server.compute.test_executor import Bytes
 def shared(nbytes):
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
+COUNT, ONE_LANE = 500_000, sys.argv[2] == "prepared"
+
 def filled(count):
     array = shared(4 * count).view(np.float32)
     array[:] = np.random.default_rng(count).standard_normal(count)
     return array
 
-COUNT = 600_000
 memory = Bytes(w=filled(COUNT), m=shared(4 * COUNT), v=shared(4 * COUNT), g=filled(COUNT))
 plain = Bytes(**{name: segment.copy() for name, segment in memory.segments.items()})
 undo = shared(UNDO_NBYTES)
@@ -567,9 +573,15 @@ def commit(ticket):
     return Commit(ticket, (Apply(several, (), (0.25, 0.5)),))
 
 def serve(first):
-    arithmetic = Executor(memory, 2, undo=undo)
+    arithmetic, program = Executor(memory, 2, undo=undo), None
     for ticket in range(first, 1 << 20):
-        arithmetic.commit(commit(ticket))
+        if not ONE_LANE:
+            arithmetic.commit(commit(ticket))
+            continue
+        prepared = arithmetic.prepare(commit(ticket).operations)
+        program = program or Program(prepared.instructions, [prepared])
+        prepared.set_ticket(ticket)
+        program.run()
 
 def same():
     return all(memory.segments[name].tobytes() == plain.segments[name].tobytes() for name in memory.segments)
@@ -609,8 +621,9 @@ for trial in range(int(sys.argv[1])):
 """
 
 
-def test_a_process_that_is_killed_in_the_midst_of_compiled_code() -> None:
+@pytest.mark.parametrize("how", ["committed", "prepared"])
+def test_a_process_that_is_killed_in_the_midst_of_compiled_code(how: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, "8"], capture_output=True, text=True, env={**os.environ}, check=False
+        [sys.executable, "-c", KILLED, "8", how], capture_output=True, text=True, env={**os.environ}, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,341 @@
+"""A prepared commit does to memory what `Executor.commit` does, and whichever of the two ends in the midst of it, the
+next server ends the commit with the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.updates import HYPERPARAMETERS
+from tests.server.compute.test_executor import Bytes, at
+from tests.server.compute.test_undo import (
+    GIVEN,
+    SMALL,
+    Cut,
+    Fuse,
+    InPython,
+    Operation,
+    Server,
+    dense,
+    moved,
+    sparse,
+)
+
+from cs_proto.arrays import array_of
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import with_changes
+from cs_server.compute import kernels, plans, prepared
+from cs_server.compute.executor import Executor
+from cs_server.compute.object_loader import Bound
+from cs_server.compute.prepared import Prepared
+from cs_server.compute.programs import Op, Program
+from cs_server.compute.undo import UNDO_NBYTES, used_nbytes
+from cs_server.events import Apply, Commit, Dense, Fill, Update, Write
+from cs_server.rules import RULES, Rule
+
+COMPILED = [rule.name for rule in RULES.values() if rule.is_compiled and rule.row is None and rule.direction is None]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything consists of many pieces, and an ordinary commit is spread over all threads."""
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(plans, "_ELEMENTS_PER_CUT", 4)
+    monkeypatch.setattr(kernels, "KEPT_BLOCK_NBYTES", SMALL)
+
+
+class Twins:
+    """The same memory twice: over the one commits are prepared, over the other they are not."""
+
+    def __init__(self, make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], has_undo: bool = True) -> None:
+        self.memories = []
+        self.undos = [np.zeros(UNDO_NBYTES, np.uint8) if has_undo else None for _ in range(2)]
+        for _ in range(2):
+            memory, self.operations = make()
+            self.memories.append(memory)
+        self.executors = [
+            Executor(memory, 1, undo=undo) for memory, undo in zip(self.memories, self.undos, strict=True)
+        ]
+        self.tickets = 0
+
+    def step(self, operations: tuple[Operation, ...] | None = None) -> Prepared:
+        operations = self.operations if operations is None else operations
+        self.tickets += 1
+        prepared = prepared_of(self.executors[0], operations)
+        prepared.set_ticket(self.tickets)
+        assert Program(prepared.instructions, [prepared]).run()
+        self.executors[1].commit(Commit(self.tickets, operations))
+        self.check()
+        return prepared
+
+    def check(self) -> None:
+        for name, segment in self.memories[0].segments.items():
+            assert segment.tobytes() == self.memories[1].segments[name].tobytes(), name
+        if self.undos[0] is not None and self.undos[1] is not None:
+            own, other = (undo[: used_nbytes(2)].tobytes() for undo in self.undos if undo is not None)
+            assert own == other
+
+
+def prepared_of(arithmetic: Executor, operations: tuple[Operation, ...]) -> Prepared:
+    prepared = arithmetic.prepare(operations)
+    assert prepared is not None
+    return prepared
+
+
+def next_of(operations: Sequence[Operation], **changes: Any) -> tuple[Operation, ...]:
+    """The same one step later, with another learning rate, and what else is to be changed in each operation."""
+    later = []
+    for each in operations:
+        assert isinstance(each, Apply)
+        updates = []
+        for update in each.updates:
+            given = dict(update.hyperparameters)
+            given["learning_rate"] *= 0.5
+            updates.append(with_changes(update, t=update.t + 1, hyperparameters=tuple(given.items())))
+        later.append(with_changes(each, updates=tuple(updates), **changes))
+    return tuple(later)
+
+
+def several() -> tuple[Bytes, tuple[Operation, ...]]:
+    """Two operations: of several optimizers with a count for each part and weights, and of one that is scaled."""
+    memory, (first,) = dense("adam", "float32")
+    assert isinstance(first, Apply)
+    (update,) = first.updates
+    (part,) = update.dense
+    ranges = ((90, 97),)
+    update = with_changes(update, dense=(part, with_changes(part, ranges=ranges)), counts=(3, 8))
+    taken = [Apply((update,))]
+    for rule, dtype in (("sgd", "float64"), ("adagrad", "float32")):
+        other, (apply,) = dense(rule, dtype)
+        assert isinstance(apply, Apply)
+        memory.segments |= {f"{rule}_{name}": segment for name, segment in other.segments.items()}
+        taken.append(moved(apply, f"{rule}_"))
+    *own, (last,) = [apply.updates for apply in taken]
+    together = Apply(tuple(update for updates in own for update in updates), (), (0.25, 1.5))
+    return memory, (together, Apply((with_changes(last, factor=0.3),)), Apply(()))
+
+
+@pytest.mark.parametrize("dtype", kernels.KERNEL_DTYPES)
+@pytest.mark.parametrize("rule", COMPILED)
+def test_every_compiled_rule(rule: str, dtype: str) -> None:
+    twins = Twins(lambda: dense(rule, dtype, HYPERPARAMETERS))
+    first = twins.step()
+    operations = next_of(twins.operations)
+    assert twins.step(operations) is first
+    assert twins.step(next_of(operations)) is first
+
+
+@pytest.mark.parametrize("has_undo", [True, False])
+def test_several_operations(has_undo: bool) -> None:
+    twins = Twins(several, has_undo)
+    first = twins.step()
+    assert [instruction[0] for instruction in first.instructions].count(Op.CALL) == 2
+    assert len(first.instructions) == 3 + 2 * (5 if has_undo else 2)
+    operations = next_of(twins.operations)
+    assert twins.step(operations) is first
+    twins.tickets += 1
+    for arithmetic in twins.executors:  # and one that is not prepared
+        arithmetic.commit(Commit(twins.tickets, operations))
+    twins.check()
+    assert twins.step(next_of(operations)) is first
+    assert [arithmetic.has_done(twins.tickets) for arithmetic in twins.executors] == [True, True]
+
+
+def test_weights_are_those_of_the_step() -> None:
+    twins = Twins(lambda: dense("adam", "float32"))
+    weighted = twins.step(next_of(twins.operations, weights=(0.5, 2.0)))
+    plain = twins.step()
+    assert plain is not weighted
+    assert twins.step(next_of(twins.operations, weights=(0.0, 0.25))) is weighted
+    assert twins.step(next_of(twins.operations)) is plain
+
+
+def test_nothing_to_do_is_a_commit() -> None:
+    empty = Dense("float32", (), "w", (), ("g",))
+    for operations in ((), (Apply(()),), (Apply((Update("sgd", tuple(GIVEN.items()), 1, (empty,)),)),)):
+        Twins(lambda: (Bytes(w=np.ones(4, np.float32), g=np.ones(4, np.float32)), operations)).step()  # noqa: B023
+
+
+def changed(operations: tuple[Operation, ...], **changes: Any) -> tuple[Operation, ...]:
+    """The first update with other fields."""
+    first = operations[0]
+    assert isinstance(first, Apply)
+    return (with_changes(first, updates=(with_changes(first.updates[0], **changes),)),)
+
+
+def test_what_is_not_prepared() -> None:
+    memory, operations = dense("adam", "float32")
+    tables, (rows,) = sparse("adam", "float32", 5, {})
+    by_reference, power = dense("ftrl_power", "float32")
+    more = memory.segments
+    more |= tables.segments | by_reference.segments | more
+    more |= {"half": np.ones(200, np.float16), "long": np.ones((1 << 19) + 1, np.float32)}
+    more |= {f"{name}_half": np.ones(200, np.float16) for name in "mvg"}
+    more |= {f"{name}_long": np.ones((1 << 19) + 1, np.float32) for name in "mvg"}
+    arithmetic = Executor(memory, 1, undo=np.zeros(UNDO_NBYTES, np.uint8))
+    (first,) = operations
+    assert isinstance(first, Apply)
+    add = Write(at("w", 40, np.empty(7, np.float32)), "assign_add", None, (array_of(np.ones(7, np.float32)),))
+    assert isinstance(rows, Apply)
+    given = first.updates[0].hyperparameters
+    of_halves = Dense("float16", ((0, 200),), "half", ("m_half", "v_half"), ("g_half",))
+    size = 1 << 19
+    fitting = Dense("float32", ((0, size),), "long", ("m_long", "v_long"), ("g_long",))
+    for not_prepared in (
+        (add,),
+        (first, add),
+        (Fill("w", "float32", 0, 3, 0.5), first),
+        (with_changes(first, global_clipnorm=1.0),),
+        changed(operations, hyperparameters=(*given, ("clipvalue", 0.5))),
+        changed(operations, hyperparameters=(*given, ("clipnorm", 0.5))),
+        changed(operations, sparse=rows.updates[0].sparse),
+        (first, rows),
+        changed(operations, rule="lamb"),
+        changed(operations, dense=(of_halves,)),
+        changed(operations, dense=(with_changes(fitting, ranges=((0, size + 1),)),)),
+        (*changed(operations, dense=(fitting,)), first),
+        power,
+    ):
+        assert arithmetic.prepare(not_prepared) is None
+        assert arithmetic.prepare(not_prepared) is None
+    assert arithmetic.prepare(changed(operations, dense=(fitting,))) is not None
+    assert arithmetic.prepare(operations) is not None
+
+
+def test_only_the_last_prepared_commits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_KEPT", 1)
+    memory, operations = dense("sgd", "float32")
+    arithmetic = Executor(memory, 1)
+    first = prepared_of(arithmetic, operations)
+    assert prepared_of(arithmetic, operations) is first
+    other = prepared_of(arithmetic, (*operations, *operations))
+    assert prepared_of(arithmetic, (*operations, *operations)) is other
+    assert prepared_of(arithmetic, operations) is not first
+
+
+# --- a server ends in the midst of a prepared commit --------------------------------------------------------------
+
+
+class CompiledByPython(InPython):
+    """Kernels that a program can call, and that Python runs."""
+
+    def kernel(self, rule: Rule, dtype: Any, *, is_sparse: bool = False) -> Any:
+        plain = super().kernel(rule, dtype, is_sparse=is_sparse)
+
+        def bind(*given: Any) -> Bound:
+            assert plain is not None
+            run = plain(*given)
+
+            def call(*words: int) -> int:
+                try:
+                    run()
+                except Cut:
+                    return 1
+                return 0
+
+            function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(call)
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            assert address is not None
+            return Bound(function, address, ())
+
+        return bind
+
+
+def run_until(server: Server, command: Commit, left: int | None) -> int:
+    """Run the prepared commit until an event: the end of an instruction, or a store of a kernel. Returns the number of
+    events."""
+    fuse = Fuse(left)
+
+    def say(words: Any, which: int, value: int) -> None:
+        fuse.burn()
+        words[which] = value
+
+    by_python = CompiledByPython(fuse, say)
+    with pytest.MonkeyPatch.context() as patch:
+        by_python.patch(patch)
+        arithmetic = Executor(server.memory, 2, undo=server.undo)
+        prepared = prepared_of(arithmetic, command.operations)
+        prepared.set_ticket(command.ticket)
+        program = Program(prepared.instructions, [prepared])
+        with suppress(Cut, *() if left is None else (RuntimeError,)):  # a kernel that was cut ends with a status
+            program.run_in_python(fuse.burn)
+        arithmetic.close()
+    by_python.spoil(np.random.default_rng(left))
+    return fuse.count
+
+
+@pytest.mark.parametrize("make", [lambda: dense("adam", "float32"), lambda: dense("sgd", "float64"), several])
+def test_cut_anywhere_it_is_ended_by_the_next_server(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]]) -> None:
+    memory, operations = make()
+    command = Commit(7, operations)
+    untouched = {name: segment.copy() for name, segment in memory.segments.items()}
+    Executor(memory, 1).commit(command)
+    expected = {name: segment.tobytes() for name, segment in memory.segments.items()}
+
+    def restore() -> None:
+        for name, segment in memory.segments.items():
+            segment[...] = untouched[name]
+
+    def again(left: int | None) -> tuple[Server, int]:
+        restore()
+        server = Server(memory, 2)
+        server.commit(Commit(6, operations))  # one before it has left its words behind
+        restore()
+        return server, run_until(server, command, left)
+
+    def check(server: Server, what: str) -> None:
+        for _ in range(2):
+            for name, segment in memory.segments.items():
+                assert segment.tobytes() == expected[name], f"{name} differs, {what}"
+            server.commit(command)  # the engine had not heard that it is done
+
+    whole, events = again(None)
+    check(whole, "undisturbed")
+    assert events > 100  # not only the ends of instructions
+    for left in range(events):
+        server, _ = again(left)
+        server.commit(command, threads=1 + left % 3)
+        check(server, f"cut at event {left} of {events}")
+        following = prepared_of(Executor(memory, 1, undo=server.undo), operations)
+        following.set_ticket(8)  # and what was ended so leaves nothing behind
+
+
+def test_cut_after_every_instruction_of_compiled_code() -> None:
+    for count in range(3 + 2 * 5):
+        memory, operations = several()
+        twin, _ = several()
+        Executor(twin, 1).commit(Commit(7, operations))
+        server = Server(memory, 1)
+        first = prepared_of(Executor(memory, 1, undo=server.undo), operations)
+        first.set_ticket(7)
+        assert Program(first.instructions[:count], [first]).run()
+        server.commit(Commit(7, operations), threads=3)
+        for name, segment in memory.segments.items():
+            assert segment.tobytes() == twin.segments[name].tobytes(), (name, count)
+
+
+@pytest.mark.parametrize("left", [1, 9, 40])
+def test_what_has_been_begun_with_more_lanes_is_not_begun_again(left: int) -> None:
+    memory, operations = dense("adam", "float32")
+    twin, _ = dense("adam", "float32")
+    undisturbed = Executor(twin, 1)
+    server = Server(memory, 2)
+    server.commit_until(Commit(7, operations), left + 1)
+    arithmetic = Executor(memory, 2, undo=server.undo)
+    first = prepared_of(arithmetic, operations)
+    for ticket in (6, 7):
+        with pytest.raises(InvalidArgumentError, match=f"commit {ticket} cannot begin: 7 has begun"):
+            first.set_ticket(ticket)
+    arithmetic.commit(Commit(7, operations))
+    undisturbed.commit(Commit(7, operations))
+    assert prepared_of(arithmetic, operations) is first
+    first.set_ticket(8)
+    assert Program(first.instructions, [first]).run()
+    undisturbed.commit(Commit(8, operations))
+    for name, segment in memory.segments.items():
+        assert segment.tobytes() == twin.segments[name].tobytes(), name
+    arithmetic.close()
