@@ -362,14 +362,16 @@ class Mailboxes(Generic[K]):
         """Queue a message of ``peer`` that came over ZeroMQ. :meth:`take` returns it after those posted before it."""
         box = self._boxes.get(peer)
         if box is not None:
+            if (mark := box.take_mark()) is not None:  # as in take
+                self._due.append((peer, mark))
             while self._boxes.get(peer) is box and box.has_mail and (posted := self._take_from(peer, box)) is not None:
                 self._due.append((peer, posted))
             box.came_elsewhere()
         self._due.append((peer, parts))
 
     def take(self) -> tuple[K, Sequence[Buffer] | Mark] | None:
-        """The next message or mark, and its sender; None if there is none that can be taken yet. A
-        message without parts stands for a damaged mailbox."""
+        """The next message or mark, and its sender; None if there is none that can be taken yet. A mark comes before
+        the messages of its sender. A message without parts stands for a damaged mailbox."""
         if self._due:
             return self._due.popleft()
         for peer, box in self._boxes.items():

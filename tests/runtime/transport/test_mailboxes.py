@@ -452,6 +452,7 @@ def test_the_last_mark_is_taken_once_and_messages_keep_their_order(moves: list[s
         ends.shake_hands()
         sent, taken, socket = 0, [], deque[bytes]()
         marks, seen = [0], [0]
+        early = deque[tuple[int, bytes]]()  # those that came before a message of the socket
         for move in [*moves, *["come", "take"] * len(moves)]:
             message = sent.to_bytes(8, "little")
             if move == "mark":
@@ -466,16 +467,22 @@ def test_the_last_mark_is_taken_once_and_messages_keep_their_order(moves: list[s
                 ends.there.sent("here")
                 sent += 1
             elif move == "come" and socket:
+                if seen[-1] == -1:
+                    early.append((marks[-1], bytes([marks[-1]] * (marks[-1] % 3))))
+                    seen[-1] = marks[-1]
                 ends.here.came("there", [socket.popleft()])
             elif move == "take":
                 while (found := ends.here.take()) is not None:
-                    if isinstance(found[1], Mark):
+                    if isinstance(found[1], Mark) and early:
+                        assert found[1] == early.popleft()
+                    elif isinstance(found[1], Mark):
                         assert seen[-1] == -1, "it was taken before"
                         seen[-1] = found[1].number
                         assert found[1] == (marks[-1], bytes([marks[-1]] * (marks[-1] % 3)))
                     else:
                         taken.append(int.from_bytes(found[1][0], "little"))
                 assert seen[-1] == marks[-1]
+                assert not early
         assert taken == list(range(sent))
     finally:
         ends.close()
@@ -535,6 +542,16 @@ def test_a_mark_wakes_who_sleeps_and_does_not_wait_for_the_socket(ends: Ends) ->
     assert ends.there.is_there()
     assert ends.there.take() == ("here", Mark(1 << 39, b""))
     assert not ends.there.is_there()
+
+
+def test_a_mark_is_taken_before_what_was_sent_after_it(ends: Ends) -> None:
+    ends.shake_hands()
+    assert ends.here.mark("there", 1, b"first")
+    assert ends.here.post("there", [b"second"])
+    ends.here.sent("there")
+    ends.there.came("here", [b"third"])
+    taken = [ends.there.take() for _ in range(4)]
+    assert taken == [("here", Mark(1, b"first")), ("here", [b"second"]), ("here", [b"third"]), None]
 
 
 def test_marks_are_told_apart_when_their_count_begins_anew(ends: Ends) -> None:
