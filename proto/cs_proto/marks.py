@@ -9,14 +9,24 @@ from __future__ import annotations
 import struct
 
 from .errors import PeerProtocolError
-from .messages import Return, Value
+from .messages import ApplyPoint, Return, Value
 from .records import altered
 
-__all__ = ["BASE_NBYTES", "following", "marked", "returned"]
+__all__ = ["BASE_NBYTES", "following", "is_base", "marked", "returned"]
 
 _BASE = struct.Struct("<Q")
 #: Bytes of the number of the base.
 BASE_NBYTES = _BASE.size
+
+
+def is_base(record: Return) -> bool:
+    """Whether a Return that is sent as a message is the base of the marks that follow: small, and of a step that may
+    repeat. Another Return leaves the base as it is."""
+    if len(record.run) > 1 or record.error is not None or record.changes or record.value is None:
+        return False
+    if record.value.arrays or not all(type(note) is ApplyPoint for note in record.notes):
+        return False
+    return not any(update.sparse for note in record.notes if isinstance(note, ApplyPoint) for update in note.updates)
 
 
 def marked(base: int, value: bytes) -> bytes:

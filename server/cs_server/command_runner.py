@@ -26,6 +26,8 @@ from cs_runtime.trace import moments
 
 from .compute import undo
 from .compute.executor import Executor
+from .compute.prepared import Prepared
+from .compute.programs import Instruction, Op
 from .config import ServerConfig
 from .engine.store.address_budget import Addresses
 from .engine.store.versions import Versions
@@ -74,7 +76,8 @@ class CommandRunner:
         self.store = store
         self._arithmetic = arithmetic
         self._results = results
-        self._counts = segments.elements(names.CONTROL, "uint8")[: 2 * _WORD_NBYTES].data.cast("Q")
+        counts = segments.elements(names.CONTROL, "uint8")[: 2 * _WORD_NBYTES]
+        self._counts, self._counts_address = counts.data.cast("Q"), counts.__array_interface__["data"][0]
         self._versions = Versions(segments.elements(names.versions(), "uint64"))
 
     def close(self) -> None:
@@ -109,6 +112,17 @@ class CommandRunner:
             case FreeResults():
                 self._results.reset()
         return None
+
+    def prepare(self, command: Commit) -> Prepared | None:
+        """A commit that a program can carry out, with the instructions of :meth:`instructions`. None if none can."""
+        return self.store.prepare(command.operations)
+
+    def instructions(self, command: Commit, prepared: Prepared) -> list[Instruction]:
+        """What carries out ``command`` and later commits of the same places, if each has been prepared before. The
+        commit before must be finished."""
+        commits = self._counts_address + _COMMITS * _WORD_NBYTES
+        versions = [(Op.ADD, address, 1, 0) for address in self._versions.addresses(command)]
+        return [(Op.ADD, commits, 1, 0), *versions, *prepared.instructions, (Op.ADD, commits, 1, 0)]
 
     def _commit(self, command: Commit) -> Finished:
         self._counts[_COMMITS] |= 1  # odd from here, also where a server before this one was killed

@@ -7,6 +7,7 @@ are carried out in order before anything else is heard. Nothing is decided here.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from cs_proto import marks
 from cs_proto import segment_names as names
 from cs_proto.arrays import Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
@@ -47,6 +49,7 @@ from cs_proto.messages import (
     Put,
     Refused,
     Register,
+    Return,
     ShowStacks,
     Statistics,
     StepFinished,
@@ -63,6 +66,7 @@ from .command_runner import open_runner
 from .config import ServerConfig
 from .engine.engine import Engine
 from .engine.store import address_budget
+from .engine.store.account import Account, account_nbytes
 from .engine.store.address_budget import Addresses
 from .engine.store.control_log import ControlLog
 from .engine.store.state import Config as EngineConfig
@@ -84,6 +88,7 @@ from .events import (
 from .memory.array_places import arrays_of
 from .memory.segment_server import carry
 from .memory.segments import Segments
+from .step_program import StepProgram
 from .unsent import Unsent
 
 __all__ = ["Service", "identities_of"]
@@ -130,11 +135,15 @@ class Service:
         self._has_worked = False
         addresses = address_budget.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
         self._arena_nbytes = addresses.arena
-        self._engine = _open_engine(config, segments, addresses)
+        account = _open_account(config, segments)
+        self._engine = _open_engine(config, segments, addresses, account)
         self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes)
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
-        self._channel = _channel(config, supervisor, wake, self._heard, self._woken)
+        self._channel = _channel(config, supervisor, wake, self._heard, self._mark_of, self._woken)
+        self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed)
+        # By worker, the Return to which its marks refer.
+        self._bases: dict[bytes, Return] = {}
         # The message that was sent last. Its receivers are woken when all of them have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._unsent = Unsent(self._put)
@@ -171,6 +180,28 @@ class Service:
             if isinstance(event, Received) and _may_plan_memory(event.record):
                 self._settle([self._runner.available()])
             self._settle([event])
+        if not self._program.is_ready:
+            self._prepare_step()
+
+    def _prepare_step(self) -> None:
+        """Have the program carry out the next step, if it may."""
+        step = self._engine.next_step()
+        if step is not None and self._program.prepare(step, self._bases) is False:
+            self._engine.refuse_steps()
+
+    def _passed(self) -> None:
+        """The program has carried out a step."""
+        self._ring()
+        _moment("passed")
+        self._carry_out(self._engine.passed(time.monotonic()))
+        self._prepare_step()
+
+    def _stop_program(self) -> Iterator[Event]:
+        """Before anything else is heard, the returns for which the program has waited are."""
+        if self._program.is_ready:
+            self._program.stop()
+            for received in self._channel.take_marks():
+                yield from self._events(received)
 
     def _next_events(self) -> Iterator[Event]:
         """The next events: what arrived over any way, and the tick if it is due. A malformed message is refused at once
@@ -179,11 +210,14 @@ class Service:
         yield from self._tried_again()
         due = min(self._next_tick, self._retry_at) if self._unsent or self._later else self._next_tick
         received = self._channel.receive(max(0.0, due - time.monotonic()))
+        is_due = time.monotonic() >= self._next_tick
+        if received is not None or is_due:
+            yield from self._stop_program()
         if received is not None and received.peer == SUPERVISOR:
             yield from self._notice(received.record)
         elif received is not None:
             yield from self._events(received)
-        if time.monotonic() >= self._next_tick:
+        if is_due:
             self._next_tick = time.monotonic() + _TICK
             if self._listens:  # otherwise a peer that seems silent may have sent something
                 yield Tick()
@@ -204,6 +238,7 @@ class Service:
         for peer in identities_of(record, self._channel.mailboxes.peers()):
             for received in self._channel.forget(peer):  # mail that it posted before
                 yield from self._events(received)
+            self._bases.pop(peer, None)
         yield ProcessDied(record) if isinstance(record, Died) else ClientLeft(record.client)
 
     def _events(self, received: channel.Received) -> Iterator[Event]:
@@ -268,6 +303,20 @@ class Service:
             return None
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("from %r: %.300r", peer, record)
+        if type(record) is Return and marks.is_base(record):
+            self._bases[peer] = record
+        _moment("decoded")
+        return record
+
+    def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
+        """The Return that a mark stands for, as :meth:`_heard` has the record of a message."""
+        try:
+            record = marks.returned(self._bases.get(peer), run, body)
+        except PeerProtocolError as error:
+            _log.warning("refused a mark of %r: %s", peer, error)
+            self._send(peer, Refused(0, error_of(error)))
+            return None
+        _log.debug("from %r: the mark of run %d", peer, run)
         _moment("decoded")
         return record
 
@@ -398,7 +447,12 @@ class Service:
 
 
 def _channel(
-    config: ServerConfig, supervisor: SupervisorLink, wake: int, read: channel.Read, on_wake: Callable[[], object]
+    config: ServerConfig,
+    supervisor: SupervisorLink,
+    wake: int,
+    read: channel.Read,
+    read_mark: channel.ReadMark,
+    on_wake: Callable[[], object],
 ) -> Channel:
     """A channel that listens where workers and clients find the server."""
     made = Channel(
@@ -412,6 +466,7 @@ def _channel(
         on_wake=on_wake,
         messages_first=True,  # messages that a worker sent before its death count
         rings_late=True,
+        read_mark=read_mark,
     )
     try:
         made.listen(config.endpoint.removeprefix("ipc://"), LIMITS, _UNREAD, strict=True)
@@ -421,8 +476,15 @@ def _channel(
     return made
 
 
-def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses) -> Engine:
-    """An engine over the control segment, which a server before this one may have left."""
+def _open_account(config: ServerConfig, segments: Segments) -> Account:
+    nbytes = account_nbytes(config.replicas)
+    segment = segments.make(names.ACCOUNT, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, "")
+    segment.reserve(0, nbytes)
+    return Account(segment.elements("uint8"), config.replicas)
+
+
+def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses, account: Account) -> Engine:
+    """An engine over the control segment and the account, which a server before this one may have left."""
     control = segments.make(names.CONTROL, addresses.control, "")
     control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
     versions = segments.make(names.versions(), addresses.versions, "")
@@ -439,7 +501,8 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses)
     def reserve(start: int, stop: int) -> None:
         control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
 
-    return Engine(settings, ControlLog(control.elements("uint8")[names.CONTROL_HEADER_NBYTES :], reserve=reserve))
+    log = ControlLog(control.elements("uint8")[names.CONTROL_HEADER_NBYTES :], reserve=reserve)
+    return Engine(settings, log, account)
 
 
 def identities_of(gone: Died | ClientGone, peers: Iterable[bytes]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,8 +11,9 @@ from cs_proto.arrays import Array
 from cs_proto.records import Record
 
 from .compute.executor import Executor
+from .compute.prepared import Prepared
 from .config import ServerConfig
-from .events import Commit
+from .events import Apply, Commit, Fill, Write
 from .memory.segments import Segments
 
 __all__ = ["HostStore", "VariableStore", "open_store"]
@@ -41,6 +43,9 @@ class VariableStore(Protocol):
 
     def commit(self, command: Commit) -> None:
         """Carry out every operation, in order; of a commit that was under way, what is not done."""
+
+    def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
+        """A commit of these operations that a program can carry out. None if none can."""
 
     def close(self) -> None:
         """Give everything back; nothing may be asked of it any more."""
@@ -73,6 +78,9 @@ class HostStore:
 
     def commit(self, command: Commit) -> None:
         self._arithmetic.commit(command)
+
+    def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
+        return self._arithmetic.prepare(operations)
 
     def close(self) -> None:
         self._arithmetic.close()

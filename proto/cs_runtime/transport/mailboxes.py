@@ -9,6 +9,7 @@ A *fence* keeps a load from passing an earlier store: acquiring a free lock is a
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -23,7 +24,7 @@ from cs_proto import messages
 from cs_proto.errors import PeerProtocolError
 from cs_proto.records import Buffer
 
-from .rings import HEAD, MARK, NBYTES, SLEEPS, Incoming, Mark, Outgoing
+from .rings import HEAD, LEFT, MARK, NBYTES, SLEEPS, Incoming, Mark, Outgoing
 
 __all__ = [
     "Mailbox",
@@ -67,6 +68,11 @@ class Mailbox:
         self._came = 1  # the opener has received the Offer, or the maker the MailboxAccepted
         self._must_wait = False  # the next posted message, for one that was sent elsewhere before it
 
+    def address(self, word: int, *, is_incoming: bool) -> int:
+        """The address of a word of :mod:`.rings` in one direction, for code that reads or writes it itself."""
+        words = (self.incoming if is_incoming else self.outgoing).words
+        return ctypes.addressof(ctypes.c_uint64.from_buffer(words, 8 * word))
+
     def fileno(self) -> int:
         """The descriptor of this end's doorbell, which is readable after a ring; -1 once closed."""
         return self._own
@@ -85,6 +91,11 @@ class Mailbox:
         if self.outgoing.words[SLEEPS] and self._other >= 0:
             self.rung += 1
             os.eventfd_write(self._other, 1)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the reader takes no more messages and marks from here. A fence must come first."""
+        return bool(self.outgoing.words[LEFT])
 
     def sent_elsewhere(self) -> None:
         """Count a message that was sent elsewhere."""
@@ -297,7 +308,7 @@ class Mailboxes(Generic[K]):
         """Use the mailbox with ``peer`` no more, and have ``peer`` see that."""
         if peer in self._boxes:
             box = self._boxes.pop(peer)
-            box.leave()
+            self._leave(box)
             self._take_rest(peer, box)
             self._drop(box)
 
@@ -325,7 +336,8 @@ class Mailboxes(Generic[K]):
         if box is None or peer in self._offered or not box.mark(number, body):
             return False
         self._note_posted(box)
-        return True
+        # A reader that leaves takes the last mark afterwards. It may have looked before this one was there.
+        return self._rings_late or not box.has_left
 
     def box(self, peer: K) -> Mailbox | None:
         """The mailbox with ``peer``, if both use it."""
@@ -362,7 +374,7 @@ class Mailboxes(Generic[K]):
         """Queue a message of ``peer`` that came over ZeroMQ. :meth:`take` returns it after those posted before it."""
         box = self._boxes.get(peer)
         if box is not None:
-            if (mark := box.take_mark()) is not None:  # as in take
+            if not box.keeps_marks and (mark := box.take_mark()) is not None:  # as in take
                 self._due.append((peer, mark))
             while self._boxes.get(peer) is box and box.has_mail and (posted := self._take_from(peer, box)) is not None:
                 self._due.append((peer, posted))
@@ -380,10 +392,25 @@ class Mailboxes(Generic[K]):
             if not box.keeps_marks and (mark := box.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
+                # A mark that was left since may be older than the message.
+                if not box.keeps_marks and (mark := box.take_mark()) is not None:
+                    self._due.append((peer, parts))
+                    return peer, mark
                 if parts and len(self._boxes) > 1:  # the others first, next time
                     self._boxes[peer] = self._boxes.pop(peer)
                 return peer, parts
         return None
+
+    def stop_attending(self) -> None:
+        """Call :attr:`attend` no more. All marks are mail."""
+        self.attend = None
+        for box in self._boxes.values():
+            box.keeps_marks = False
+
+    def take_marks(self) -> list[tuple[K, Mark]]:
+        """The marks that were left and not taken, with their senders."""
+        found = [(peer, box.take_mark()) for peer, box in self._boxes.items()]
+        return [(peer, mark) for peer, mark in found if mark is not None]
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -434,10 +461,10 @@ class Mailboxes(Generic[K]):
             return box.take()
         except PeerProtocolError as error:
             _log.warning("%r: %s", peer, str(error))
+            self._boxes.pop(peer, None)
+            self._leave(box)
             if (mark := box.take_mark()) is not None:
                 self._due.append((peer, mark))
-            self._boxes.pop(peer, None)
-            box.leave()
             self._drop(box)
             return ()
 
@@ -448,7 +475,14 @@ class Mailboxes(Generic[K]):
             while (parts := box.take()) is not None:
                 self._due.append((peer, parts))
 
+    def _leave(self, box: Mailbox) -> None:
+        """Have the writer send later messages and marks elsewhere. What it has left before can be taken then."""
+        box.leave()
+        with self._fence:
+            pass
+
     def _drop(self, box: Mailbox) -> None:
+        self.stop_attending()
         self._rung += box.rung
         if box.fileno() >= 0:
             self._poller.unregister(box.fileno())

@@ -146,6 +146,9 @@ class CapturedSteps:
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
         """The commands that follow from ``event``. None if the event needs the general way."""
+        if type(event) is Finished and self._committing and event.ticket == self._committing:
+            self._committing = 0
+            return self._answers()
         self._fold()
         reason = reasons.AFTER
         if type(event) is Received:
@@ -175,9 +178,6 @@ class CapturedSteps:
                 reason = reasons.SLOW
                 self._note(record.run, reason)
         elif type(event) is Finished:
-            if self._committing and event.ticket == self._committing:
-                self._committing = 0
-                return self._answers()
             if self._ground is None:
                 return None
         elif type(event) is Tick:

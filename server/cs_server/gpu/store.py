@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from cs_proto.records import Record, replace
 from cs_proto.scatter import write
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute.executor import Executor, Memory, fill
+from cs_server.compute.prepared import Prepared
 from cs_server.events import Apply, Commit, Fill, Write
 from cs_server.rules import RULES, computed_in
 
@@ -171,6 +172,10 @@ class GpuStore:
             elif segment.startswith("gradients/"):
                 self._on_device.drop(segment_names.device_gradients(segment), start)
         self._memory.discard(segment, start, stop)
+
+    def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
+        """Nothing: a program cannot start the kernels of a GPU."""
+        return None
 
     def commit(self, command: Commit) -> None:
         """Carry out every operation, in order; the mirror holds the outcome when it returns."""

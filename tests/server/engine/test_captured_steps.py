@@ -221,10 +221,14 @@ class Two:
         self.under_way += begun
         is_return = isinstance(event, Received) and isinstance(event.record, Return)
         if begun or (is_return and commands):  # what the next server would know
-            copy = ControlMemory()
-            copy.write(dict(self.store.items()))
-            self.compare(Engine(self.config, copy), copy)
+            self.compare(*self.successor())
         return commands
+
+    def successor(self) -> tuple[Engine, ControlMemory]:
+        """A server in the place of the one with the short way, and its store."""
+        copy = ControlMemory()
+        copy.write(dict(self.store.items()))
+        return Engine(self.config, copy), copy
 
     def compare(self, engine: Engine, store: ControlMemory) -> None:
         engine.write_down()

@@ -29,6 +29,12 @@ class Versions:
         self._words = self._versions.data
         self._versions[0] += np.uint64(1)  # variables are numbered from 1
 
+    def addresses(self, commit: Commit) -> list[int]:
+        """The addresses of the versions that :meth:`count` raises."""
+        first = self._versions.__array_interface__["data"][0]
+        numbers = [each.variables for each in commit.operations if not isinstance(each, Fill)]
+        return [first + _NUMBER_NBYTES * number for of_one in numbers for number in of_one]
+
     def count(self, commit: Commit) -> None:
         """Raise the version of every variable that ``commit`` changes."""
         for operation in commit.operations:

@@ -1,0 +1,217 @@
+"""Steps that a program carries out: an engine that hears of them afterwards says and knows what one that hears every
+return says and knows, and so does a server in its place."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.harness.examples import examples
+from tests.harness.playbook import CONTROLLER, handled, returns, uncounted, w
+from tests.server.engine.test_captured_steps import BETWEEN, KINDS, Kind, Two, noted
+
+from cs_proto import marks, records
+from cs_proto.messages import Return, RunFinished, StepFinished, Value
+from cs_server.engine.captured_steps import NextStep
+from cs_server.engine.engine import Engine
+from cs_server.engine.store.account import BODY_NBYTES, STEPS, Account, account_nbytes
+from cs_server.engine.store.control_log import ControlMemory
+from cs_server.events import Command, Commit, Finished, Received, Send
+
+APPLIES = [KINDS[0], KINDS[1], KINDS[2], KINDS[3], KINDS[7], KINDS[8]]
+"""Kinds of steps of which the replicas bring the same again and again, and nothing but gradients."""
+
+
+class Passing(Two):
+    """Replicas that bring the same in every step of a kind, by marks; a program carries steps out where it may."""
+
+    def __init__(self, replicas: int, lookahead: int = 2) -> None:
+        self.memory = np.zeros(account_nbytes(replicas), np.uint8)
+        super().__init__(replicas, lookahead)
+        self.account = Account(self.memory, replicas)
+        self.compare(self.short, self.store)
+        self.store = ControlMemory()
+        self.store.write(dict(self.other_store.items()))
+        self.short = Engine(self.config, self.store, self.account)
+        self.passed = 0
+
+    def successor(self) -> tuple[Engine, ControlMemory]:
+        store, memory = ControlMemory(), self.memory.copy()
+        store.write(dict(self.store.items()))
+        return Engine(self.config, store, Account(memory, self.replicas)), store
+
+    def brought(self, replica: int, kind: Kind, series: int) -> Received:
+        """What a replica returns: always another value."""
+        notes = noted(kind, replica, 2)
+        event = returns(replica, sum(type(note).__name__ != "WriteNote" for note in notes), notes, (self.run,))
+        assert isinstance(event.record, Return)
+        record = records.replace(
+            event.record,
+            value=Value(bytes([replica, self.run % 256] * (self.run % 3)), ()),
+            series=series,
+            lookahead=self.lookahead if series else 0,
+            incarnation=self.incarnations[replica],
+            client="c",
+        )
+        return Received(w(replica, self.incarnations[replica]), record)
+
+    def step(self, kind: Kind, series: int, between: str = "", where: int = -1) -> None:
+        """Carry out one step, with an event before the return of replica ``where``, or behind the last."""
+        self.run += 1
+        said = [self.brought(replica, kind, series) for replica in range(self.replicas)]
+        if where == 0:
+            self.between(between)
+            self.settle()
+        step = self.short.next_step()
+        if step is not None and self.fits(step, said) and not 0 < where < self.replicas:
+            self.carry_out(step, said)
+        else:
+            for replica, each in enumerate(said):
+                if replica and where == replica:
+                    self.between(between)
+                self.heard.append(each)
+                self.hear(each)
+        self.settle()
+        if where >= self.replicas:
+            self.between(between)
+            self.settle()
+
+    def fits(self, step: NextStep, said: list[Received]) -> bool:
+        """Whether each worker would leave the mark for which the program looks."""
+        last = {record.replica: record for record in self.short._captured._returns}
+        expected = [records.altered(each.record, run=last[n].run, value=last[n].value) for n, each in enumerate(said)]
+        return step.run == self.run and expected == [last[n] for n in range(self.replicas)]
+
+    def carry_out(self, step: NextStep, said: list[Received]) -> None:
+        """As the program does it; another server takes over after each store that it can see."""
+        armed = self.short._captured._armed
+        assert armed is not None
+        self.now = armed[1].since[-1]  # what else has been heard since is not known to another server
+        self.heard += said
+        commands = [command for each in said for command in handled(lambda e: self.long.handle(e, self.now), each)]
+        commits = [command for command in commands if isinstance(command, Commit)]
+        assert commits == ([] if step.commit is None else [step.commit])
+        for replica, each in enumerate(said):
+            assert isinstance(each.record, Return)
+            assert each.record.value is not None
+            body = marks.marked(1, each.record.value.body)
+            first = self.account.body_address(self.run, replica) - self.memory.__array_interface__["data"][0]
+            self.memory[first : first + BODY_NBYTES] = np.frombuffer(
+                len(body).to_bytes(8, "little") + body.ljust(BODY_NBYTES - 8, b"?"), np.uint8
+            )
+        self.account._words[1] += 1
+        self.compare(*self.successor())  # it takes the commit as under way
+        for commit in commits:
+            commands += handled(lambda e: self.long.handle(e, self.now), Finished(commit.ticket))
+        answers = [command for command in commands if isinstance(command, Send)]
+        if series := said[0].record.series:  # type: ignore[attr-defined]
+            assert series
+            assert [type(each.record) for each in answers] == [StepFinished] * self.replicas + [RunFinished]
+        assert step.is_of_series == bool(series)
+        told: list[Command] = self.short.passed(self.now)
+        assert [*map(uncounted, told)] == [*map(uncounted, answers[-1:])]
+        assert answers[-1].peer == CONTROLLER
+        another, store = self.successor()
+        for commit in commits:
+            assert [each.ticket for each in another.resume() if isinstance(each, Commit)] == [commit.ticket]
+            another.handle(Finished(commit.ticket), self.now)
+        self.compare(another, store)
+        self.passed += 1
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[tuple[Any, ...]]:
+    """Kinds of steps, whether they are of a series and of the last one, how many, and what comes into the last."""
+    kinds = st.lists(st.sampled_from([*APPLIES, *APPLIES, *KINDS]), min_size=1, max_size=2)
+    event = st.tuples(st.sampled_from(BETWEEN), st.integers(0, 3))
+    part = st.tuples(kinds, st.sampled_from([0, 0, 1, 1, 2]), st.integers(1, 40), event)
+    return draw(st.lists(part, min_size=1, max_size=5))
+
+
+@given(replicas=st.integers(1, 3), lookahead=st.integers(0, 3), plan=plans())
+@settings(max_examples=examples(40))
+def test_what_a_program_carries_out_is_what_the_engine_would(
+    replicas: int, lookahead: int, plan: list[tuple[Any, ...]]
+) -> None:
+    two, series = Passing(replicas, lookahead), 0
+    for kinds, is_of_series, alike, (what, where) in plan:
+        for number in range(alike):
+            series = 0 if not is_of_series else series if series and is_of_series == 1 else two.run + 1
+            is_last = number == alike - 1
+            two.step(kinds[number % len(kinds)], series, what if is_last else "", where if is_last else -1)
+    two.compare(two.short, two.store)
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("lookahead", [None, 0, 2])
+@pytest.mark.parametrize("kind", APPLIES)
+def test_anything_may_come_between_steps_of_a_program(kind: Kind, lookahead: int | None, what: str) -> None:
+    two = Passing(2, lookahead or 0)
+    series = 0 if lookahead is None else 2
+    for where in range(4):
+        for _ in range(5):
+            two.step(kind, series)
+        two.step(kind, series, what, where)
+    two.compare(two.short, two.store)
+    assert two.passed
+
+
+def test_all_but_the_first_steps_of_a_long_training_are_passed() -> None:
+    two = Passing(2)
+    for _ in range(3 * STEPS):
+        two.step(KINDS[1], 2)
+    assert two.passed >= 3 * STEPS - 3
+    numbers = {two.account.number}
+    for _ in range(4):
+        two.between("tick")
+        two.step(KINDS[1], 2)
+        two.step(KINDS[1], 2)
+        numbers.add(two.account.number)
+    assert len(numbers) == 5, "a step of the store could be taken for another one"
+
+
+@pytest.mark.parametrize("kind", [KINDS[4], KINDS[10], KINDS[11], KINDS[12]])
+def test_no_program_carries_out_steps_with_values_of_their_own(kind: Kind) -> None:
+    two = Passing(2)
+    for _ in range(6):
+        two.step(kind, 0)
+    is_of_gradients = kind == KINDS[4]  # sparse ones: the workers send these as messages
+    assert bool(two.passed) == is_of_gradients
+
+
+def test_a_kind_that_is_refused_goes_by_messages() -> None:
+    two = Passing(2)
+    for _ in range(4):
+        two.step(KINDS[0], 0)
+    assert two.passed
+    assert two.short.next_step() is not None
+    two.short.refuse_steps()
+    before = two.passed
+    for _ in range(4):
+        two.step(KINDS[0], 0)
+    assert two.passed == before
+    for _ in range(4):
+        two.step(KINDS[1], 0)
+    assert two.passed > before
+    two.compare(two.short, two.store)
+
+
+def test_bodies_that_are_damaged_are_cut_to_their_place() -> None:
+    memory = np.full(account_nbytes(2), 255, np.uint8)
+    account = Account(memory, 2)
+    assert [len(body) for body in account.bodies(5)] == [BODY_NBYTES - 8] * 2
+
+
+def test_each_run_and_replica_has_a_place_of_its_own() -> None:
+    memory = np.zeros(account_nbytes(3), np.uint8)
+    account = Account(memory, 3)
+    first = memory.__array_interface__["data"][0]
+    places = sorted(account.body_address(run, replica) - first for run, replica in zip(count(), [0, 1, 2] * STEPS))
+    every = sorted(account.body_address(run, replica) - first for run in range(STEPS) for replica in range(3))
+    assert set(places) <= set(every)
+    assert every == list(range(every[0], len(memory), BODY_NBYTES))
+    assert account.body_address(STEPS, 0) == account.body_address(0, 0)
