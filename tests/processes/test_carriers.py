@@ -77,11 +77,13 @@ with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
 
 
 @pytest.mark.parametrize("mailboxes", ["on", "off"])
-def test_the_end_of_a_step_is_a_mark_where_there_are_mailboxes(mailboxes: str) -> None:
+def test_returns_and_the_end_of_a_step_are_marks_where_there_are_mailboxes(mailboxes: str) -> None:
     ended = run("-c", SERIES, environment={"CS_LOG": "debug", "CS_MAILBOXES": mailboxes})
     assert ended.out.split() == [str(2.0 * k) for k in range(9)]
-    marks = ended.err.count("the mark of run")
+    marks, left = (ended.err.count(f"{what} the mark of run") for what in ("received from b'':", "leave"))
     records = len(re.findall(r"worker: received from b'': StepFinished", ended.err))
     has_marks = mailboxes == "on" and IS_ORDERED
     assert 2 * (9 - 1) <= marks + records <= 2 * 9  # a worker may end before it hears of the last one
     assert bool(marks) == has_marks
+    assert bool(left) == has_marks
+    assert left <= 2 * (9 - 1)  # the first Return of a series is sent

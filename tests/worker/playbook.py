@@ -59,6 +59,14 @@ class Says:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """A run ends with this record: the server gets a mark where one may stand for it."""
+
+    run: Run
+    record: Return
+
+
+@dataclass(frozen=True)
 class Waits:
     """A wait begins."""
 
@@ -85,7 +93,7 @@ class IsOver:
     run: RunId
 
 
-Event = Hears | Takes | Idles | Says | Waits | Claims | Returns | IsOver
+Event = Hears | Takes | Idles | Says | Ends | Waits | Claims | Returns | IsOver
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,9 @@ class Play:
     def __init__(self, *, is_registered: bool = True) -> None:
         self.core = SessionCore(REGISTER)
         self.transcript: list[str] = []
+        #: The runs of which a mark said how they ended, and how many records the server was sent.
+        self.marked: list[int] = []
+        self.sent = 0
         #: The controllers' work that the core has queued, as it must be.
         self.queued: list[tuple[bytes, Work]] = []
         # The merge points of the waits, and None for a nested run; innermost last.
@@ -121,6 +132,7 @@ class Play:
     def on(self, event: Event, *expected: Output) -> None:
         """Let ``event`` happen; exactly the ``expected`` outputs must follow, in order."""
         outputs = self._happen(event)
+        self.sent += sum(isinstance(output, SendServer) for output in outputs)
         self.transcript += [f"> {event}", *(f"    {output}" for output in outputs)]
         self.expect(outputs, expected)
 
@@ -169,8 +181,18 @@ class Play:
                 assert core.next_work() is None, "\n".join([*self.transcript, "something may begin"])
                 return outputs
             case Says(path, record):
-                core.note_said(path, record)
+                self.sent += 1
+                core.note_said(path, record, self.sent)
+            case Ends(run, record):
+                assert record.value is not None
+                if core.mark_of(run, record.notes, record.count, record.value, self.sent) is not None:
+                    core.note_marked(run, record.value)
+                    self.marked.append(run.run[0])
+                else:
+                    self.sent += 1
+                    core.note_said(run.run, record, self.sent)
             case Waits(question, merge_point):
+                self.sent += question is not None
                 core.begin_wait(question, merge_point)
                 self._open.append(merge_point or ())
             case Claims(answer):
@@ -221,6 +243,11 @@ def step(number: int, series: int) -> Run:
 def returned(*path: int) -> Return:
     """What this replica returns."""
     return Return(path, 1, 1, (), 0, Value(b"", ()), None)
+
+
+def ended(of: Run, value: bytes = b"") -> Return:
+    """What this replica returns, with the value's bytes."""
+    return Return(of.run, 1, 1, (), 0, Value(value, ()), None, of.series, of.lookahead, CLIENT)
 
 
 def asks_commit(k: int, *path: int) -> messages.Ask:

@@ -66,6 +66,10 @@ class PlayedLink:
     def offer_mailbox(self) -> None:
         assert not self.to_server, "what is sent after the offer goes by mailbox"
 
+    @property
+    def sent(self) -> int:
+        return len(self.to_server)
+
     def send_server(self, record: Record) -> None:
         self.to_server.append(record)
 

@@ -12,6 +12,7 @@ from tests.worker.playbook import (
     REGISTERED,
     WORKER,
     Claims,
+    Ends,
     Hears,
     Idles,
     IsOver,
@@ -24,6 +25,7 @@ from tests.worker.playbook import (
     asks_commit,
     asks_merge,
     cuts,
+    ended,
     line,
     merge_returned,
     returned,
@@ -181,14 +183,84 @@ HOLDS = (
     line(Takes(run(2))),
 )
 
+
+def ends(run: messages.Run) -> Line:
+    value = b"of %d" % run.run[0]
+    return line(Ends(run, ended(run, value)), told=[ended(run, value)])
+
+
+def over(run: messages.Run) -> Line:
+    return line(Hears(SERVER, StepFinished(run.run, False)))
+
+
+#: Runs, and steps with a run between them, of which marks say how most of them end.
+MARKED = (
+    line(Hears(CONTROLLER, run(1))),
+    line(Takes(run(1))),
+    ends(run(1)),
+    line(Idles(), told=[ended(run(1), b"of 1")]),
+    line(Hears(CONTROLLER, run(2)), told=[ended(run(1), b"of 1")]),
+    line(Takes(run(2))),
+    ends(run(2)),
+    line(Idles(), told=[ended(run(2), b"of 2")]),
+    line(Hears(CONTROLLER, step(3, 3)), told=[ended(run(2), b"of 2")]),
+    line(Hears(CONTROLLER, step(4, 3)), told=[ended(run(2), b"of 2")]),
+    line(Takes(step(3, 3))),
+    ends(step(3, 3)),
+    line(Idles(), told=[ended(step(3, 3), b"of 3")]),
+    over(step(3, 3)),
+    line(Takes(step(4, 3))),
+    ends(step(4, 3)),
+    line(Idles(), told=[ended(step(4, 3), b"of 4")]),
+    line(Hears(CONTROLLER, run(5)), told=[ended(step(4, 3), b"of 4")]),
+    line(Takes(run(5))),
+    ends(run(5)),
+    line(Hears(CONTROLLER, step(6, 3)), told=[ended(run(5), b"of 5")]),
+    line(Takes(step(6, 3))),
+    ends(step(6, 3)),
+    line(Idles(), told=[ended(step(6, 3), b"of 6")]),
+    line(Hears(CONTROLLER, step(7, 3)), told=[ended(step(6, 3), b"of 6")]),
+    over(step(6, 3)),
+    line(Takes(step(7, 3))),
+    ends(step(7, 3)),
+)
+
 every_scenario = pytest.mark.parametrize(
-    "scenario", [RUN, SERIES, NESTED, HOLDS], ids=["run", "series", "nested", "holds"]
+    "scenario", [RUN, SERIES, NESTED, HOLDS, MARKED], ids=["run", "series", "nested", "holds", "marked"]
 )
 
 
 @every_scenario
 def test_a_scenario(scenario: tuple[Line, ...]) -> None:
     Play().play(scenario)
+
+
+def test_marks_are_left_where_the_server_has_taken_the_one_before() -> None:
+    play = Play()
+    play.play(MARKED)
+    assert play.marked == [2, 4, 7]
+
+
+def test_a_run_that_came_before_the_return_says_nothing_about_it() -> None:
+    play = Play()
+    for number in (1, 2, 3):
+        play.on(Hears(CONTROLLER, run(number)))
+    play.play([each for number in (1, 2, 3) for each in (line(Takes(run(number))), ends(run(number)))])
+    play.on(Idles())
+    play.play([line(Hears(CONTROLLER, run(4))), line(Takes(run(4))), ends(run(4))])
+    assert play.marked == [4]
+
+
+def test_after_another_question_a_return_is_sent() -> None:
+    play = Play()
+    for number in range(1, 5):
+        play.on(Hears(CONTROLLER, run(number)))
+        play.on(Takes(run(number)))
+        if number == 2:
+            play.play([line(Waits(asks_commit(0, 2))), line(Hears(SERVER, Committed((2,), 0)))])
+            play.on(Claims(Committed((2,), 0)))
+        play.play([ends(run(number)), line(Idles())])
+    assert play.marked == [3, 4]
 
 
 # --- between any two lines --------------------------------------------------------------------------------------------

@@ -387,6 +387,15 @@ class Replica:
         """Tell the server that the function has returned or raised, with the notes that are left."""
         shop = self._shop
         shop.device.settle()  # if that fails, this process must end: the arrays of its notes are not there
+        failpoint("worker.return")
+        if value is None or not shop.conversation.mark_return(self._sent, self._notes, self.count, value):
+            self._send_return(value, error)
+        failpoint("worker.returned")
+
+    # --- how it is done -----------------------------------------------------------------------------------------
+
+    def _send_return(self, value: Value | None, error: Error | None) -> None:
+        shop = self._shop
         returned = messages.Return(
             run=self._run,
             replica=self.replica,
@@ -400,16 +409,12 @@ class Replica:
             client=shop.conversation.session.client,
             changes=self._sent.changes,
         )
-        failpoint("worker.return")
         try:
             shop.conversation.say(self._run, returned)
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to send: {refused}")
             failed = replace(returned, value=None, error=error_of(too_large, self.replica, self.count))
             shop.conversation.say(self._run, failed)
-        failpoint("worker.returned")
-
-    # --- how it is done -----------------------------------------------------------------------------------------
 
     def _received(self, value: Any) -> Any:
         """What a merge function returned, as the user gets it."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
-from cs_proto.messages import Run, RunId
+from cs_proto.messages import Note, Run, RunId, Value
 from cs_proto.records import Record
 from cs_runtime.waits import pace_of
 from cs_worker.config import Config
@@ -74,7 +74,17 @@ class Conversation:
         """Send the server a record that it does not answer, which ends the run or the merge_call ``path``. Raises
         LocalProtocolError where it is too large to travel."""
         self.link.send_server(record)
-        self.session.note_said(path, record)
+        self.session.note_said(path, record, self.link.sent)
+
+    def mark_return(self, run: Run, notes: Sequence[Note], count: int, value: Value) -> bool:
+        """Say by a mark that ``run`` has returned ``value``, with ``notes``, after ``count`` merge points. False if its
+        Return has to be sent."""
+        session, link = self.session, self.link
+        body = session.mark_of(run, notes, count, value, link.sent)
+        if body is None or not link.mark_server(run.run[0], body):
+            return False
+        session.note_marked(run, value)
+        return True
 
     def wait(
         self,

@@ -13,15 +13,17 @@ outputs in their order. It says when a run or a wait begins and ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cs_proto import messages
 from cs_proto.errors import Fenced, code_of
 from cs_proto.frozen import frozen
-from cs_proto.messages import Forget, Prepare, Run, RunId
+from cs_proto.messages import Forget, Note, Prepare, Return, Run, RunId, Value
 from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Record
+
+from .marked_returns import MarkedReturns
 
 __all__ = [
     "COLLEAGUE",
@@ -185,8 +187,9 @@ class SessionCore:
         self._waiting: list[_Wait | None] = []
         self._unclaimed: list[Record] = []
         # What the server got without a question and may not have heard, with the path of the run or merge_call that
-        # each ends.
-        self._said: list[tuple[RunId, Record]] = []
+        # each ends. What was said by a mark is made into a record when another server needs it.
+        self._said: list[tuple[RunId, Record | Callable[[], Record]]] = []
+        self._returns = MarkedReturns()
         # The last nested run that was taken at each merge_call of the run under way. If the holder of the token is
         # replaced, the next holder sends nested runs again.
         self._taken: dict[RunId, int] = {}
@@ -260,9 +263,21 @@ class SessionCore:
         self._requests += 1
         return self._requests
 
-    def note_said(self, path: RunId, record: Record) -> None:
-        """The server was sent a record that it does not answer, which ends the run or the merge_call ``path``."""
+    def note_said(self, path: RunId, record: Record, sent: int) -> None:
+        """The server was sent a record that it does not answer, which ends the run or the merge_call ``path``. It was
+        the record number ``sent``."""
         self._said.append((path, record))
+        if isinstance(record, Return) and self._run is not None:
+            self._returns.said(self._run[0], record, sent)
+
+    def mark_of(self, run: Run, notes: Sequence[Note], count: int, value: Value, sent: int) -> bytes | None:
+        """The bytes of the mark that says that ``run`` has returned; None if its Return has to be sent. The server was
+        sent ``sent`` records so far."""
+        return None if self._run is None else self._returns.body(self._run[0], run, notes, count, value, sent)
+
+    def note_marked(self, run: Run, value: Value) -> None:
+        """A mark said that ``run`` has returned ``value``."""
+        self._said.append((run.run, self._returns.marked(run, value)))
 
     def note_over(self, path: RunId) -> None:
         """The nested run or merge_call ``path`` is over, and so are those before it at the same place: the server has
@@ -279,7 +294,9 @@ class SessionCore:
         if self.registered is None:
             return [SendServer(self._register)]
         questions = [wait.question for wait in self._waiting if wait is not None and wait.question is not None]
-        again = [SendServer(record) for record in (*(said for _, said in self._said), *questions)]
+        self._returns.forget()
+        in_full = [said if isinstance(said, Record) else said() for _, said in self._said]
+        again = [SendServer(record) for record in (*in_full, *questions)]
         return [*again, *self._confirm_gone()]
 
     # --- waits --------------------------------------------------------------------------------------------------------
@@ -365,6 +382,7 @@ class SessionCore:
     def _finish_step(self, controller: bytes, step: Run, *, failed: bool) -> list[Output]:
         self._step = None
         self._said.clear()
+        self._returns.taken()
         if not failed:
             return []
         self._failed = (controller, step.series)
@@ -410,6 +428,8 @@ class SessionCore:
             return [Drop(controller, record, "a step before it failed")]
         if isinstance(record, Run):
             self._failed = None
+            if not record.series and self._run is None:
+                self._returns.taken()
         self._work.append((controller, record))
         return []
 

@@ -55,6 +55,8 @@ class Link:
         self._lifeline = lifeline
         self._gone = gone
         self._process = os.getpid()
+        #: How many records the server was sent.
+        self.sent = 0
         self._server_decoder, self._decoder = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
         self._channel = Channel(
             lifeline,
@@ -102,6 +104,7 @@ class Link:
 
     def offer_mailbox(self) -> None:
         """Have what fits there go to the server by mailbox, where the supervisor makes one."""
+        self.sent += 1
         try:
             self._channel.offer_mailbox(SERVER, "server")
         except ShutdownError:
@@ -125,6 +128,17 @@ class Link:
     def send_server(self, record: Record) -> None:
         """Send to the server. Raises LocalProtocolError where the record is too large to travel."""
         self._send(SERVER, record)
+        self.sent += 1
+
+    def mark_server(self, number: int, body: bytes) -> bool:
+        """Leave a mark for the server, in the place of the mark before. False if there is no mailbox, or if ``body`` is
+        too long."""
+        if not self._channel.mark(SERVER, number, body):
+            return False
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("leave the mark of run %d", number)
+        moment("sent")
+        return True
 
     def send_peer(self, identity: bytes, record: Record) -> None:
         """Answer a peer of the ROUTER; dropped where it has gone."""
