@@ -447,6 +447,32 @@ def test_steps_begin_one_after_the_other(pair: Service) -> None:
             pair.answer(replica, messages.StepFinished(run, False))
 
 
+class LoadedInside:
+    """It becomes, where it is loaded, whether that is inside a strategy."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return cs.has_strategy, ()
+
+
+def test_arguments_that_run_code_are_loaded_in_their_step(alone: Service) -> None:
+    arguments = [0, LoadedInside(), np.ones(2), [LoadedInside()]]
+    for run, wanted in zip(alone.run_steps(lambda x: x, *arguments), [0, True, [1.0, 1.0], [True]], strict=True):
+        result = alone.result()
+        assert (result.tolist() if isinstance(result, np.ndarray) else result) == wanted
+        alone.answer(0, messages.StepFinished(run, False))
+
+
+def test_arguments_that_cannot_be_loaded_fail_their_step(alone: Service) -> None:
+    (first,) = alone.run_steps(lambda x: x, 1)
+    second = (first[0] + 1,)
+    alone.tell(0, replace(alone.run_record(second, 0, len), arguments=b"no pickle!", series=first[0], lookahead=2))
+    assert alone.result() == 1
+    alone.answer(0, messages.StepFinished(first, False))
+    with pytest.raises(ShippingError, match="cannot be unpickled"):
+        alone.result()
+    alone.answer(0, messages.StepFinished(second, True))
+
+
 def test_steps_after_a_failure_are_dropped(alone: Service) -> None:
     def step(n: int) -> None:
         print(f"step {n}")

@@ -14,15 +14,15 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from central_storage import nest
-from central_storage.core import context
+from central_storage.core.context import enter_replica
 from central_storage.core.random_streams import Streams
 from central_storage.diagnostics.read_only import explain
-from central_storage.pickling.pickler import load_arguments
+from central_storage.pickling.pickler import are_plain, load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names
 from cs_proto.descriptors import Array, Location
@@ -52,6 +52,19 @@ __all__ = ["Loop"]
 _log = logging.getLogger("central_storage.worker")
 
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Ready(NamedTuple):
+    """What a run has before its function is called: the arguments only if anyone may load them at any time."""
+
+    run: Run
+    replica: Replica
+    streams: Streams
+    context: enter_replica
+    arguments: _Arguments | None
+
+
 class Loop:
     """One registered worker at work."""
 
@@ -66,6 +79,7 @@ class Loop:
         turns: Baton,
     ) -> None:
         conversation.execute = self._execute
+        conversation.prepare = self._prepare_step
         catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
         lifeline.carry = catalogue.carry
         lifeline.may_preserve = device.is_host
@@ -96,6 +110,7 @@ class Loop:
         self._last: tuple[str, int] | None = None
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
+        self._ready: _Ready | None = None
         self._has_worked = False
 
     def serve(self) -> None:
@@ -156,7 +171,10 @@ class Loop:
     def _carry_out(self, sender: bytes, run: Run) -> Callable[[], None]:
         """Carry out one run as this replica. The function that this returns sends the Return of its result or error."""
         outer = self._under_way[-1] if self._under_way else None
-        replica = Replica(self._shop, run, outer)
+        ready, self._ready = self._ready, None
+        if ready is None or ready.run is not run:
+            ready = self._made_ready(run, outer)
+        replica = ready.replica
         restore = kept_random_state(self._shop.device.keep_random_state) if outer is not None else None
         value, error = None, None
         failpoint("worker.run")
@@ -168,7 +186,7 @@ class Loop:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("run %s begins", path_text(run.run))
         try:
-            returned = self._call(sender, run, replica)
+            returned = self._call(sender, ready)
             if outer is None:
                 written.end_run()
             value = returned
@@ -194,13 +212,29 @@ class Loop:
             if isinstance(array.place, Location):
                 self._shop.catalogue.written.restore_array(array)
 
-    def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:
+    def _prepare_step(self, run: Run) -> None:
+        """Make what a step needs while this worker waits for the end of the step before it. If the step does not begin,
+        nobody sees it."""
+        if self._ready is not None and self._ready.run is run:
+            return
+        pickled, arguments = run.arguments.data if isinstance(run.arguments, Frame) else run.arguments, None
+        if not run.buffers and not isinstance(pickled, Array) and are_plain(pickled):
+            with suppress(Exception):  # it comes again when the step has begun
+                arguments = load_arguments(pickled, [], self._shop.catalogue.resolve)
+        self._ready = self._made_ready(run, None, arguments)
+
+    def _made_ready(self, run: Run, outer: Replica | None, arguments: _Arguments | None = None) -> _Ready:
         shop = self._shop
+        replica = Replica(shop, run, outer)
         streams = Streams(run.seed, run.name, run.step, run.replica, run.run[1:], shop.device.generator)
-        with context.enter_replica(shop.strategy, replica, streams):
+        return _Ready(run, replica, streams, enter_replica(shop.strategy, replica, streams), arguments)
+
+    def _call(self, sender: bytes, ready: _Ready) -> Value:
+        shop = self._shop
+        with ready.context:
             with shop.interrupts.user_code():
-                result = self._call_user(sender, run, streams)
-            return to_value(result, Placing(shop.arena), shared=replica.shared)
+                result = self._call_user(sender, ready)
+            return to_value(result, Placing(shop.arena), shared=ready.replica.shared)
 
     def _buffer(self, array: Array) -> memoryview:
         """The bytes of an argument, which may be written in place without an effect on others. So a nested run gets a
@@ -212,14 +246,17 @@ class Loop:
     def _bring(self, leaf: Any) -> Any:
         return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    def _call_user(self, sender: bytes, run: Run, streams: Streams) -> Any:
-        shop = self._shop
+    def _call_user(self, sender: bytes, ready: _Ready) -> Any:
+        shop, run = self._shop, ready.run
         function = self._programs.load(sender, run, shop.catalogue.resolve)
-        buffers = [self._buffer(array) for array in run.buffers]
-        args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
+        if ready.arguments is not None:
+            args, kwargs = ready.arguments
+        else:
+            buffers = [self._buffer(array) for array in run.buffers]
+            args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
-        self._seeds.begin(streams)
+        self._seeds.begin(ready.streams)
         moment("called")
         try:
             result = function(*args, **kwargs)

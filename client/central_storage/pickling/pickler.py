@@ -41,6 +41,7 @@ __all__ = [
     "Adopt",
     "ClassParts",
     "Resolve",
+    "are_plain",
     "digest",
     "dump_arguments",
     "dump_function",
@@ -122,6 +123,12 @@ def load_arguments(
         return (), {}
     args, kwargs = _load(data, buffers, resolve)
     return args, kwargs
+
+
+def are_plain(data: Buffer) -> bool:
+    """Whether the arguments in ``data`` are numbers, text and arrays in containers. To load them runs no code of the
+    user's, and asks nobody."""
+    return data[-1:] == _PLAIN or data == _NO_ARGUMENTS
 
 
 def digest(data: bytes) -> bytes:

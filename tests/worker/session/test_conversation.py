@@ -90,6 +90,8 @@ class Played:
         self.interrupts = Interrupts()
         self.conversation = Conversation(SessionCore(REGISTER), cast("Link", self.link), self.interrupts)
         self.conversation.execute = self.execute
+        self.prepared: list[RunId] = []
+        self.conversation.prepare = lambda step: self.prepared.append(step.run)
 
     def execute(self, sender: bytes, run: Run) -> None:
         self.executed.append((sender, run.run))
@@ -241,6 +243,20 @@ def test_only_while_a_step_of_its_is_not_over_the_controller_need_not_ring(playe
     with pytest.raises(KeyError):
         played.conversation.next_work()
     assert played.link.quiet == [None, CONTROLLER, CONTROLLER, None, None]
+
+
+def test_a_step_that_waits_is_prepared_and_no_other_work(played: Played) -> None:
+    played.comes((CONTROLLER, step(1, 1)))
+    played.conversation.begin_run(*next_run(played))
+    assert not played.prepared
+    played.comes((CONTROLLER, step(2, 1)), (CONTROLLER, step(3, 1)), (SERVER, StepFinished((1,), False)))
+    played.conversation.begin_run(*next_run(played))
+    assert set(played.prepared) == {(2,)}
+    played.prepared.clear()
+    played.comes((SERVER, StepFinished((2,), True)), (CONTROLLER, FORGET), (CONTROLLER, run(4)))
+    assert played.conversation.next_work() == (CONTROLLER, FORGET)
+    assert next_run(played) == (CONTROLLER, run(4))
+    assert set(played.prepared) == {(3,)}
 
 
 def next_run(played: Played) -> tuple[bytes, Run]:

@@ -39,6 +39,8 @@ class Conversation:
         self.link = link
         #: Carries out a nested run and sends its Return. The loop sets it before the first run.
         self.execute: Callable[[bytes, Run], None] = _not_yet
+        #: Called, perhaps more than once, with a step that waits for the end of the step before it. The loop sets it.
+        self.prepare: Callable[[Run], None] = _not_yet
         #: Called when the server says which workers there are. The merge controller sets it before the first run.
         self.note_workers: Callable[[messages.Registered | messages.WorkerRestarted], None] = _not_yet
         self._interrupts = interrupts
@@ -61,6 +63,8 @@ class Conversation:
         """The controller's next record to act on, and the controller's identity. The run before it is over."""
         self._carry_out(self.session.end_run())
         while (work := self.session.next_work()) is None:
+            if (step := self.session.waiting_step) is not None:
+                self.prepare(step)
             self._receive(None, self.session.quiet_peer)
         return work
 

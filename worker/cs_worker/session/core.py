@@ -209,6 +209,12 @@ class SessionCore:
         return self._work.popleft()
 
     @property
+    def waiting_step(self) -> Run | None:
+        """The step that begins when the server has said that the step before it is over."""
+        work = self._work[0][1] if self._work else None
+        return work if isinstance(work, Run) else None
+
+    @property
     def quiet_peer(self) -> bytes | None:
         """The controller whose further steps need not wake this worker: the server's word comes before them."""
         return self._step[0] if self._step is not None else None
