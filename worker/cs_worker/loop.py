@@ -127,7 +127,6 @@ class Loop:
             self._programs.forget(controller, work.functions)
             self._shop.forget(work)
         else:
-            self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work)
             # The client has the results of the last run, or of the step lookahead + 1 before this one. It has copied
             # them, or it holds them where they lie.
@@ -135,6 +134,7 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn, because the script's next work is not part of it
+            self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._foresee(work)
             self._say_carried()
             if not self._has_worked:
@@ -298,5 +298,7 @@ def _end_child(raised: BaseException | None) -> NoReturn:
 def _flush() -> None:
     """Write out what the function printed, before its result is sent."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the user's code may have closed it, or put anything in its place
+        try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
             stream.flush()
+        except Exception:  # noqa: BLE001  (the user's code may have closed it, or put anything in its place)
+            pass

@@ -23,7 +23,7 @@ import numpy as np
 
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import VariableWrittenError
-from cs_proto.messages import Run, Variable
+from cs_proto.messages import Run, RunId, Variable
 from cs_runtime.shared_memory.mapping import Mapping, pages_of
 from cs_runtime.shared_memory.pagemap import Pagemap
 from cs_runtime.transport.supervisor_link import SupervisorLink
@@ -32,6 +32,9 @@ from cs_worker.session.core import path_text
 __all__ = ["WrittenPages"]
 
 _log = logging.getLogger("central_storage.worker")
+
+# A run: its number, its step and the name of its function.
+_Place = tuple[RunId, int, str]
 
 # Variables of so many bytes in all are looked at in every run, larger ones in every hundredth.
 _SMALL_NBYTES = 16 << 20
@@ -87,8 +90,8 @@ class WrittenPages:
         # known.
         self._found: dict[str, str] = {}
         # The first run after the last look at all variables, and the number of runs since.
-        self._since = ""
-        self._now = ""
+        self._since: _Place | None = None
+        self._now: _Place = ((0,), 0, "")
         self._runs = 0
 
     # --- variables ------------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ class WrittenPages:
     def begin_run(self, run: Run) -> None:
         """A run of the script begins."""
         self._runs += 1
-        self._now = f"run {path_text(run.run)}" + (f" (step {run.step} of {run.name})" if run.name else "")
+        self._now = run.run, run.step, run.name
         self._since = self._since or self._now
 
     def end_run(self) -> None:
@@ -182,7 +185,7 @@ class WrittenPages:
         if self._are_small(shown) or self._runs >= _RUNS_BETWEEN:
             for mapping, each in shown:
                 self._look(mapping, each)
-            since, self._since, self._runs = self._since, "", 0
+            since, self._since, self._runs = self._since, None, 0
         else:
             since = self._since
         if self._found:
@@ -230,7 +233,7 @@ class WrittenPages:
             )
             return None
 
-    def _error(self, since: str) -> VariableWrittenError:
+    def _error(self, since: _Place | None) -> VariableWrittenError:
         names = [f"{name!r} ({site})" if site else repr(name) for name, site in self._found.items()]
         told = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         what = f"variable {told}" if len(names) == 1 else f"at least one of the variables {told}"
@@ -239,12 +242,18 @@ class WrittenPages:
             "reached no other process and is undone; this run fails. "
             + (
                 "Earlier runs are right. "
-                if since == self._now
-                else f"Numbers of this replica may be wrong since {since}: go back to a checkpoint from before it. "
+                if since is None or since == self._now
+                else f"Numbers of this replica may be wrong since {_title(since)}: go back to a checkpoint from before "
+                "it. "
             )
             + "Write to a copy (variable.numpy(), x.clone()), or change the variable with assign, assign_add or "
             "scatter_update"
         )
+
+
+def _title(place: _Place) -> str:
+    run, step, name = place
+    return f"run {path_text(run)}" + (f" (step {step} of {name})" if name else "")
 
 
 def _written(mapping: Mapping, own: Sequence[tuple[int, int]], ranges: Pairs[int, tuple[int, int]]) -> list[int]:

@@ -201,5 +201,6 @@ class Link:
 def _step_finished(peer: bytes, number: int, body: bytes) -> Record:
     """What a mark of the server stands for."""
     moment("decoded")
-    _log.debug("received from %r: the mark of run %d", peer, number)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("received from %r: the mark of run %d", peer, number)
     return messages.StepFinished((number,), False)
