@@ -1,0 +1,116 @@
+"""Steps that a program of the server carries out, in real processes.
+
+Their server is killed between any two of its instructions, and workers beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.processes import MAILBOXES, run
+
+import central_storage as cs
+from cs_runtime.transport.rings import IS_ORDERED
+
+pytestmark = pytest.mark.skipif(not (MAILBOXES and IS_ORDERED), reason="no marks without mailboxes")
+
+STEPS = 24
+
+
+def trained(strategy: cs.CentralStorageStrategy, lookaheads: Sequence[int | None]) -> tuple[list[Any], list[bytes]]:
+    """Every result, and what all variables and slots hold in the end. ``lookaheads``: None stands for single runs."""
+    with strategy.scope():
+        weights = cs.Variable(np.linspace(-1, 1, 300, dtype=np.float32), name="weights")
+        others = [cs.Variable(np.ones(n, np.float64), name=f"v{n}") for n in (3, 40)]
+        sgd, adam = cs.optimizers.SGD(0.1, momentum=0.5), cs.optimizers.Adam(0.01)
+
+    def step(k: Any) -> float:
+        number, replica = int(np.ravel(k)[0]), int(cs.get_replica_context().replica_id_in_sync_group)  # type: ignore[union-attr]
+        gradients = cs.gradient_buffers([weights, *others])
+        for gradient, variable in zip(gradients, [weights, *others], strict=True):
+            gradient[...] = np.asarray(variable) * (replica + 1) + number
+        sgd.apply_gradients([(gradients[0], weights)])
+        adam.apply_gradients(list(zip(gradients[1:], others, strict=True)))
+        return float(gradients[0][7]) + replica
+
+    said: list[Any] = []
+    elements = [np.full(2, k) for k in range(STEPS)]
+    for lookahead in lookaheads:
+        if lookahead is None:
+            results = [strategy.run(step, (element,)) for element in elements]
+        else:
+            data = strategy.experimental_distribute_dataset(elements)
+            results = list(strategy.run_steps(step, data, lookahead=lookahead))
+        said += [[float(each) for each in strategy.experimental_local_results(result)] for result in results]
+    values = [np.asarray(v.numpy()).tobytes() for v in (weights, *others)]
+    slots = [(sgd, weights, "momentum"), *((adam, v, slot) for v in others for slot in ("m", "v"))]
+    return said, [*values, *(np.asarray(each.get_slot(v, slot)).tobytes() for each, v, slot in slots)]
+
+
+def disturbed(items: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch, lookaheads: Sequence[Any]) -> None:
+    """The training is that of one process, although ``items`` happen in it, each once."""
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        expected = trained(strategy, lookaheads)
+    monkeypatch.setenv("CS_FAILPOINTS", ";".join(items))
+    monkeypatch.setenv("CS_FAILPOINTS_DIR", str(directory))
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
+        assert trained(strategy, lookaheads) == expected
+    assert {path.name for path in directory.iterdir()} == set(items)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lookahead", [None, 0, 2])
+def test_a_server_is_killed_within_a_step(lookahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [f"server.pass=kill@{number}" for number in (1, 9, 11, 16, 23, 33)]
+    disturbed(items, tmp_path, monkeypatch, [lookahead, lookahead])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lookahead", [None, 2])
+def test_a_server_is_killed_after_every_instruction(
+    lookahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after those of the second step that a program carries out."""
+    items = [f"server.pass=kill@{number}" for number in range(1, 76)]
+    disturbed(items, tmp_path, monkeypatch, [lookahead] * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lookahead", [None, 1])
+def test_workers_and_the_server_are_killed_within_a_step(
+    lookahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies when it has left its mark, and the server in the step for which it was left, or near it."""
+    items = [f"server.pass=kill@{number}" for number in range(2, 40, 4)]
+    items += [f"worker.returned[{number % 2}]=kill@{4 + number}" for number in range(10)]
+    items += [f"worker.return[{number % 2}]=kill@{5 + number}" for number in range(5)]
+    disturbed(items, tmp_path, monkeypatch, [lookahead] * 8)
+
+
+def test_a_log_tells_how_many_steps_a_program_has_carried_out(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import numpy as np
+import central_storage as cs
+with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+    with strategy.scope():
+        w = cs.Variable(np.zeros(4, np.float32))
+    optimizer = cs.optimizers.SGD(1.0)
+    def step():
+        (gradient,) = cs.gradient_buffers([w])
+        gradient[...] = 1
+        optimizer.apply_gradients([(gradient, w)])
+    for _ in range(500):
+        strategy.run(step)
+    print(w.numpy().tolist(), strategy.statistics().captured)
+""")
+    ended = run(str(script), environment={"CS_LOG": "debug"}).ok()
+    assert ended.lines[-1] == "[-1000.0, -1000.0, -1000.0, -1000.0] 499"
+    passed = [int(each) for each in re.findall(r"(\d+) steps were carried out by a program", ended.err)]
+    assert sum(passed) > 400
