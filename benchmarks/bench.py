@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -262,7 +263,10 @@ def prepare() -> None:
     path = environments.BUILD / "bench-digits.npz"
     path.parent.mkdir(exist_ok=True)
     images, labels = load_digits(return_X_y=True)
-    np.savez(path, images=(images / 16).astype(np.float32), labels=labels.astype(np.int64))
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # another process may read the file now
+        made = Path(directory, path.name)
+        np.savez(made, images=(images / 16).astype(np.float32), labels=labels.astype(np.int64))
+        made.replace(path)
     os.environ[DIGITS] = str(path)
 
 

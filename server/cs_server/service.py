@@ -192,7 +192,7 @@ class Service:
     def _passed(self) -> None:
         """The program has carried out a step."""
         self._ring()
-        _moment("passed")
+        _moment("sent")
         self._carry_out(self._engine.passed(time.monotonic()))
         self._prepare_step()
 

@@ -7,11 +7,13 @@ step may be carried out so, and hears of it afterwards.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from cs_proto.messages import Return
+from cs_runtime.trace import moments
 from cs_runtime.transport.mailboxes import Mailbox, Mailboxes
 from cs_runtime.transport.rings import BODY, LEFT, MARK
 
@@ -22,6 +24,8 @@ from .engine.captured_steps import NextStep
 from .engine.store.account import BODY_NBYTES, Account
 
 __all__ = ["StepProgram"]
+
+_moment = moments("server", time.perf_counter_ns)
 
 # The words of a program of its own: a zero, and then three of each worker.
 _ZERO, _HEAD = 0, 1
@@ -117,14 +121,19 @@ class StepProgram:
     def _attend(self) -> bool:
         """Carry out the step if all marks are there. Whether there was something to do."""
         assert self._program is not None
-        if not self._program.run():
-            for box, expected in zip(self._boxes, self._expected, strict=True):
-                word = box.incoming.words[MARK]
-                if word != box.incoming.mark and word != expected:  # of another step
-                    self.stop()
-                    return True
-            return False
+        for box, expected in zip(self._boxes, self._expected, strict=True):
+            word = box.incoming.words[MARK]
+            if word != expected:
+                if word == box.incoming.mark:
+                    return False
+                self.stop()  # the mark is of another step
+                return True
+        _moment("found")
+        is_done = self._program.run()
         self.stop()
+        if not is_done:  # a base that the server does not have, or a worker that has left its mailbox
+            return True
+        _moment("committed")
         for box, expected in zip(self._boxes, self._expected, strict=True):
             box.incoming.mark = expected
         if self._is_of_series:
