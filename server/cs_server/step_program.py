@@ -121,13 +121,16 @@ class StepProgram:
     def _attend(self) -> bool:
         """Carry out the step if all marks are there. Whether there was something to do."""
         assert self._program is not None
+        are_there = True
         for box, expected in zip(self._boxes, self._expected, strict=True):
             word = box.incoming.words[MARK]
             if word != expected:
-                if word == box.incoming.mark:
-                    return False
-                self.stop()  # the mark is of another step
-                return True
+                if word != box.incoming.mark:
+                    self.stop()  # the mark is of another step
+                    return True
+                are_there = False
+        if not are_there:
+            return False
         _moment("found")
         is_done = self._program.run()
         self.stop()

@@ -1,0 +1,188 @@
+"""The program of a server: for which marks it looks, what it leaves behind, and when all marks are mail again."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cs_proto import marks
+from cs_proto.messages import Mailbox, Return, Value
+from cs_runtime.transport.mailboxes import Mailboxes
+from cs_runtime.transport.rings import BODY, HEAD, NBYTES, Mark
+from cs_server.compute.programs import Instruction, Op
+from cs_server.engine.captured_steps import NextStep
+from cs_server.engine.store.account import Account, account_nbytes
+from cs_server.events import Commit
+from cs_server.step_program import StepProgram
+
+PEERS = (b"w0.1.x", b"w1.1.y")
+
+
+class Runner:
+    """Takes the place of the memory of a server: a commit counts."""
+
+    def __init__(self) -> None:
+        self.commits = np.zeros(1, np.int64)
+        self.tickets: list[int] = []
+        self.can = True
+
+    def prepare(self, command: Commit) -> Runner | None:
+        return self if self.can else None
+
+    def set_ticket(self, ticket: int) -> None:
+        self.tickets.append(ticket)
+
+    def instructions(self, command: Commit, prepared: Runner) -> list[Instruction]:
+        return [(Op.ADD, self.commits.__array_interface__["data"][0], 1, 0)]
+
+
+class World:
+    """A server and two workers with their mailboxes, in one process."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.server = Mailboxes[bytes](select.poll(), 0.0, rings_late=True)
+        self.workers = [Mailboxes[str](select.poll(), 0.0) for _ in PEERS]
+        for each in (self.server, *self.workers):
+            stack.callback(each.close)
+        for number, (worker, peer) in enumerate(zip(self.workers, PEERS, strict=True), 1):
+            memory = os.memfd_create("mailbox")
+            os.ftruncate(memory, NBYTES)
+            made = [memory, *(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))]
+            copies = [os.dup(each) for each in made]
+            assert worker.offer("server", Mailbox(number, False, ""), made) is not None
+            worker.sent("server")
+            answer = self.server.open(peer, Mailbox(number, False, ""), copies)
+            self.server.sent(peer)
+            worker.taken("server", answer)
+        self.runner: Any = Runner()
+        self.account = Account(np.zeros(account_nbytes(2), np.uint8), 2)
+        self.done = 0
+        self.program = StepProgram(self.server, self.runner, self.account, self.on_done)
+        empty = Value(b"", ())
+        self.bases = {peer: Return((3,), n, 1, (), 0, empty, None) for n, peer in enumerate(PEERS)}
+
+    def on_done(self) -> None:
+        self.done += 1
+
+    def prepare(self, run: int, *, is_of_series: bool = True) -> bool | None:
+        return self.program.prepare(NextStep(run, is_of_series, PEERS, Commit(run + 100, ())), self.bases)
+
+    def mark(self, replica: int, run: int, value: bytes = b"", base: int = 3) -> None:
+        assert self.workers[replica].mark("server", run, marks.marked(base, value))
+
+    def heard(self, replica: int) -> object:
+        """What the worker takes next."""
+        found = self.workers[replica].take()
+        return None if found is None else found[1]
+
+    def mail(self) -> list[tuple[bytes, object]]:
+        """What the server takes."""
+        self.server.is_there()
+        self.server.awake(())
+        return list(iter(self.server.take, None))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack)
+
+
+@pytest.mark.parametrize("is_of_series", [True, False])
+def test_steps_are_carried_out_when_all_marks_are_there(world: World, is_of_series: bool) -> None:
+    for run in range(4, 40):
+        assert world.prepare(run, is_of_series=is_of_series)
+        world.mark(run % 2, run, b"%d" % run)
+        assert world.mail() == []
+        assert (world.done, world.program.is_ready) == (run - 4, True)
+        world.mark(1 - run % 2, run, b"other")
+        assert world.mail() == []
+        assert (world.done, world.program.is_ready) == (run - 3, False)
+        assert (world.account.begun, world.runner.commits[0]) == (run - 3, run - 3)
+        values = [b"%d" % run, b"other"]
+        assert [body[marks.BASE_NBYTES :] for body in world.account.bodies(run)] == values[:: -1 if run % 2 else 1]
+        ends = [Mark(run, b"") if is_of_series else None] * 2
+        assert [world.heard(replica) for replica in (0, 1)] == ends
+    assert world.runner.tickets == list(range(104, 140))
+
+
+def test_marks_that_are_not_all_there_are_heard_when_something_else_comes(world: World) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4, b"x")
+    assert world.workers[1].post("server", [b"message"])
+    assert world.mail() == [(PEERS[1], [b"message"])]
+    world.program.stop()
+    assert world.server.take_marks() == [(PEERS[0], Mark(4, marks.marked(3, b"x")))]
+    world.mark(1, 4)
+    assert world.mail() == [(PEERS[1], Mark(4, marks.marked(3, b"")))]
+    assert world.done == world.account.begun == 0
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_marks_of_another_step_are_mail(world: World, where: int) -> None:
+    assert world.prepare(4)
+    world.mark(where, 5)
+    assert world.mail() == [(PEERS[where], Mark(5, marks.marked(3, b"")))]
+    assert not world.program.is_ready
+
+
+def test_marks_with_another_base_are_mail(world: World) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4)
+    world.mark(1, 4, base=2)
+    assert sorted(world.mail()) == [
+        (PEERS[0], Mark(4, marks.marked(3, b""))),
+        (PEERS[1], Mark(4, marks.marked(2, b""))),
+    ]
+    assert world.done == world.account.begun == world.runner.commits[0] == 0
+
+
+def test_a_worker_that_has_left_its_mailbox_gets_its_answer_as_a_message(world: World) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4)
+    world.mark(1, 4)
+    world.workers[1].forget("server")
+    assert len(world.mail()) == 2
+    assert world.done == world.account.begun == 0
+
+
+def test_a_mailbox_that_is_damaged_ends_the_wait(world: World) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4)
+    world.workers[0]._boxes["server"].outgoing.words[HEAD] = 1 << 50
+    mail = world.mail()
+    assert mail == [(PEERS[0], ()), (PEERS[0], Mark(4, marks.marked(3, b"")))]
+    assert not world.program.is_ready
+    world.mark(1, 4)
+    assert world.mail() == [(PEERS[1], Mark(4, marks.marked(3, b"")))]
+
+
+def test_a_number_of_bytes_that_no_worker_writes_is_cut(world: World) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4, b"x")
+    world.workers[1]._boxes["server"].outgoing.words[BODY] = 1 << 60
+    world.workers[1]._boxes["server"].outgoing.words[BODY + 1] = 3
+    box = world.workers[1]._boxes["server"].outgoing
+    box.words[1] = box.next_mark(4)
+    assert world.mail() == []
+    assert world.done == 1
+    assert [len(body) for body in world.account.bodies(4)] == [9, 1024]
+
+
+def test_what_cannot_be_prepared(world: World) -> None:
+    world.runner.can = False
+    assert world.prepare(4) is False
+    world.runner.can = True
+    base = world.bases.pop(PEERS[1])
+    assert world.prepare(4) is None
+    world.bases[PEERS[1]] = base
+    assert world.prepare(4) is True
+    world.server.forget(PEERS[0])
+    assert not world.program.is_ready
+    assert world.prepare(5) is None
