@@ -66,7 +66,7 @@ def disturbed(items: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("lookahead", [None, 0, 2])
 def test_a_server_is_killed_within_a_step(lookahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [f"server.pass=kill@{number}" for number in (1, 9, 11, 16, 23, 33)]
-    disturbed(items, tmp_path, monkeypatch, [lookahead, lookahead])
+    disturbed(items, tmp_path, monkeypatch, [lookahead] * 6)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_server_is_killed_after_every_instruction(
 ) -> None:
     """Also after those of the second step that a program carries out."""
     items = [f"server.pass=kill@{number}" for number in range(1, 76)]
-    disturbed(items, tmp_path, monkeypatch, [lookahead] * 16)
+    disturbed(items, tmp_path, monkeypatch, [lookahead] * 48)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_workers_and_the_server_are_killed_within_a_step(
     items = [f"server.pass=kill@{number}" for number in range(2, 40, 4)]
     items += [f"worker.returned[{number % 2}]=kill@{4 + number}" for number in range(10)]
     items += [f"worker.return[{number % 2}]=kill@{5 + number}" for number in range(5)]
-    disturbed(items, tmp_path, monkeypatch, [lookahead] * 8)
+    disturbed(items, tmp_path, monkeypatch, [lookahead] * 24)
 
 
 def test_a_log_tells_how_many_steps_a_program_has_carried_out(tmp_path: Path) -> None:
