@@ -395,6 +395,8 @@ _NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD
 #: Types that are neither handles nor composites, and the functions that rebuild arrays.
 _PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray, Tensor})
 _ARRIVALS = frozenset({reconstruct.array_over, reconstruct.read_only_array})
+# The place of the name of the file in the arguments of CodeType.
+_FILENAME = 10
 
 _FUNCTION_ATTRIBUTES = (
     "__name__",
@@ -544,6 +546,13 @@ def _jitted_function(obj: Any) -> Any:
     return reconstruct.new_jitted_function, (obj._reduce_class(), obj._reduce_states())  # noqa: SLF001
 
 
+def _code(obj: CodeType) -> Any:
+    """cloudpickle from 3.1.3 on leaves the name of the file out, which the tracebacks of a worker show."""
+    make, arguments = by_value._code_reduce(obj)  # noqa: SLF001
+    before, after = arguments[:_FILENAME], arguments[_FILENAME + 1 :]
+    return make, (*before, "".join(obj.co_filename), *after)  # a copy: the bytes do not depend on who shares the name
+
+
 def _cached_property(obj: functools.cached_property[Any]) -> Any:
     return reconstruct.new_cached_property, (obj.func, obj.attrname)
 
@@ -564,6 +573,7 @@ def _sentinel(name: str) -> Callable[[Any], Any]:
 
 _SPECIAL: dict[type, Callable[[Any], Any]] = {
     type(functools.lru_cache(lambda: None)): _cached_function,
+    CodeType: _code,
     functools.cached_property: _cached_property,
     typing.TypeVar: _type_variable,
     **dict.fromkeys((DistributedDataset, DistributedFromFunction, DistributedIterator), _without_data),

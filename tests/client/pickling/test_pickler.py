@@ -404,6 +404,14 @@ def test_the_same_function_gives_the_same_bytes(function: Any) -> None:
     assert digest(first) == digest(dump_function(function, adopt))
 
 
+def test_functions_and_those_within_them_keep_the_name_of_their_file() -> None:
+    def outer() -> Any:
+        return lambda: None
+
+    arrived = there_and_back(outer)
+    assert arrived.__code__.co_filename == arrived().__code__.co_filename == __file__
+
+
 def test_a_changed_capture_gives_other_bytes() -> None:
     captured = np.zeros(3)
     function = lambda: captured  # noqa: E731
