@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import struct
 
-from .errors import PeerProtocolError
 from .messages import ApplyPoint, Return, Value
 from .records import altered
 
-__all__ = ["BASE_NBYTES", "following", "is_base", "marked", "returned"]
+__all__ = ["BASE_NBYTES", "is_base", "is_of", "marked", "returned"]
 
 _BASE = struct.Struct("<Q")
 #: Bytes of the number of the base.
@@ -38,13 +37,11 @@ def marked(base: int, value: bytes) -> bytes:
     return _BASE.pack(base) + value
 
 
-def returned(base: Return | None, run: int, body: bytes) -> Return:
-    """The Return that a mark stands for. Raises PeerProtocolError if ``base`` is not its base."""
-    if base is None or len(body) < BASE_NBYTES or _BASE.unpack_from(body)[0] != base.run[0]:
-        raise PeerProtocolError(f"the mark of run {run} names a base that is not the last Return of this worker")
-    return following(base, run, body)
+def is_of(base: Return, body: bytes) -> bool:
+    """Whether a mark with these bytes names ``base`` as its base."""
+    return len(body) >= BASE_NBYTES and _BASE.unpack_from(body)[0] == base.run[0]
 
 
-def following(base: Return, run: int, body: bytes) -> Return:
-    """As :func:`returned`, for a mark whose base is known to be that of ``base``."""
+def returned(base: Return, run: int, body: bytes) -> Return:
+    """The Return that the mark of ``run`` stands for. Its bytes name ``base``."""
     return altered(base, run=(run,), value=Value(body[BASE_NBYTES:], ()))

@@ -177,6 +177,7 @@ class Service:
         """Wait for the next event, and carry out all that follows from it. Raises ShutdownError if the supervisor has
         gone."""
         for event in self._next_events():
+            self._program.stop()  # what the engine hears now comes before the step
             if isinstance(event, Received) and _may_plan_memory(event.record):
                 self._settle([self._runner.available()])
             self._settle([event])
@@ -186,7 +187,7 @@ class Service:
     def _prepare_step(self) -> None:
         """Have the program carry out the next step, if it may."""
         step = self._engine.next_step()
-        if step is not None and self._program.prepare(step, self._bases) is False:
+        if step is not None and not self._program.prepare(step, self._bases):
             self._engine.refuse_steps()
 
     def _passed(self) -> None:
@@ -196,13 +197,6 @@ class Service:
         self._carry_out(self._engine.passed(time.monotonic()))
         self._prepare_step()
 
-    def _stop_program(self) -> Iterator[Event]:
-        """Before anything else is heard, the returns for which the program has waited are."""
-        if self._program.is_ready:
-            self._program.stop()
-            for received in self._channel.take_marks():
-                yield from self._events(received)
-
     def _next_events(self) -> Iterator[Event]:
         """The next events: what arrived over any way, and the tick if it is due. A malformed message is refused at once
         and is not an event."""
@@ -210,14 +204,11 @@ class Service:
         yield from self._tried_again()
         due = min(self._next_tick, self._retry_at) if self._unsent or self._later else self._next_tick
         received = self._channel.receive(max(0.0, due - time.monotonic()))
-        is_due = time.monotonic() >= self._next_tick
-        if received is not None or is_due:
-            yield from self._stop_program()
         if received is not None and received.peer == SUPERVISOR:
             yield from self._notice(received.record)
         elif received is not None:
             yield from self._events(received)
-        if is_due:
+        if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             if self._listens:  # otherwise a peer that seems silent may have sent something
                 yield Tick()
@@ -310,15 +301,15 @@ class Service:
 
     def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
         """The Return that a mark stands for, as :meth:`_heard` has the record of a message."""
-        try:
-            record = marks.returned(self._bases.get(peer), run, body)
-        except PeerProtocolError as error:
+        base = self._bases.get(peer)
+        if base is None or not marks.is_of(base, body):
+            error = PeerProtocolError(f"the mark of run {run} names a base that is not the last Return of this worker")
             _log.warning("refused a mark of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
         _log.debug("from %r: the mark of run %d", peer, run)
         _moment("decoded")
-        return record
+        return marks.returned(base, run, body)
 
     def _check_places(self, peer: bytes, record: Record) -> None:
         """Raise PeerProtocolError if an array of ``record`` lies in a segment that ``peer`` may not write, or outside
@@ -442,8 +433,10 @@ class Service:
             self._later[peer] = question
 
     def _ring(self) -> None:
-        self._channel.mailboxes.ring()
         self._sent = None
+        for peer, run in self._channel.mailboxes.ring():
+            if run:  # it may not have seen the mark
+                self._transmit(peer, StepFinished((run,), failed=False))
 
 
 def _channel(

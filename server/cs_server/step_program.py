@@ -27,8 +27,8 @@ __all__ = ["StepProgram"]
 
 _moment = moments("server", time.perf_counter_ns)
 
-# The words of a program of its own: a zero, and then three of each worker.
-_ZERO, _HEAD = 0, 1
+# The words of a program of its own: a zero, the number of the account, and then three of each worker.
+_ZERO, _NUMBER, _HEAD = 0, 1, 2
 _EXPECTED, _END, _BASE, _OF_WORKER = 0, 1, 2, 3
 
 
@@ -43,6 +43,7 @@ class StepProgram:
         self._runner = runner
         self._account = account
         self._on_done = on_done
+        self._peers: tuple[bytes, ...] = ()
         self._boxes: list[Mailbox] = []
         self._program: Program | None = None
         # Of what the program is made.
@@ -57,12 +58,12 @@ class StepProgram:
         """Whether the marks of a step are looked for."""
         return self._mailboxes.attend is not None
 
-    def prepare(self, step: NextStep, bases: Mapping[bytes, Return]) -> bool | None:
-        """Look for the marks of ``step`` from now on. ``bases`` are the Returns to which they refer, by peer. False if
-        no program can carry out such a step, and None if this one has to come as messages."""
+    def prepare(self, step: NextStep, bases: Mapping[bytes, Return]) -> bool:
+        """Look for the marks of ``step`` from now on, if each worker may leave one. ``bases`` are the Returns to which
+        they refer, by peer. False if no program can carry out such a step."""
         boxes = [self._mailboxes.box(peer) for peer in step.workers]
         if None in boxes or not all(peer in bases for peer in step.workers):
-            return None
+            return True
         prepared = None
         if step.commit is not None and (prepared := self._runner.prepare(step.commit)) is None:
             return False
@@ -71,6 +72,7 @@ class StepProgram:
         if made_of != self._made_of:
             self._make([box for box in boxes if box is not None], step, prepared)
             self._made_of = made_of
+        self._peers = step.workers
         self._set(step, prepared, bases)
         for box in self._boxes:
             box.keeps_marks = True
@@ -87,7 +89,8 @@ class StepProgram:
         self._words = words.data
         address = words.__array_interface__["data"][0]
         own = [address + 8 * (_HEAD + _OF_WORKER * replica) for replica in range(len(boxes))]
-        instructions: list[Instruction] = []
+        # Whatever the engine has heard since the step was prepared comes before it, and renews the account.
+        instructions: list[Instruction] = [(Op.EQUAL, self._account.number_address, address + 8 * _NUMBER, 0)]
         for box, first in zip(boxes, own, strict=True):
             instructions.append((Op.EQUAL, box.address(MARK, is_incoming=True), first + 8 * _EXPECTED, 0))
             instructions.append((Op.EQUAL, box.address(BODY + 1, is_incoming=True), first + 8 * _BASE, 0))
@@ -110,6 +113,7 @@ class StepProgram:
             prepared.set_ticket(step.commit.ticket)
         assert self._program is not None
         operands, words, run = self._program.words, self._words, step.run
+        words[_NUMBER] = self._account.number
         self._expected = [box.incoming.next_mark(run) for box in self._boxes]
         for replica, (box, peer) in enumerate(zip(self._boxes, step.workers, strict=True)):
             first = _OF_WORKER * replica + _HEAD
@@ -134,12 +138,12 @@ class StepProgram:
         _moment("found")
         is_done = self._program.run()
         self.stop()
-        if not is_done:  # a base that the server does not have, or a worker that has left its mailbox
+        if not is_done:  # the step is not the next one, or a base or a mailbox is not what was expected
             return True
         _moment("committed")
         for box, expected in zip(self._boxes, self._expected, strict=True):
             box.incoming.mark = expected
         if self._is_of_series:
-            self._mailboxes.marked(self._boxes)
+            self._mailboxes.marked(self._peers)
         self._on_done()
         return True

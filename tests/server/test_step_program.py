@@ -70,7 +70,7 @@ class World:
     def on_done(self) -> None:
         self.done += 1
 
-    def prepare(self, run: int, *, is_of_series: bool = True) -> bool | None:
+    def prepare(self, run: int, *, is_of_series: bool = True) -> bool:
         return self.program.prepare(NextStep(run, is_of_series, PEERS, Commit(run + 100, ())), self.bases)
 
     def mark(self, replica: int, run: int, value: bytes = b"", base: int = 3) -> None:
@@ -116,12 +116,38 @@ def test_marks_that_are_not_all_there_are_heard_when_something_else_comes(world:
     assert world.prepare(4)
     world.mark(0, 4, b"x")
     assert world.workers[1].post("server", [b"message"])
-    assert world.mail() == [(PEERS[1], [b"message"])]
-    world.program.stop()
-    assert world.server.take_marks() == [(PEERS[0], Mark(4, marks.marked(3, b"x")))]
+    assert world.mail() == [(PEERS[1], [b"message"]), (PEERS[0], Mark(4, marks.marked(3, b"x")))]
     world.mark(1, 4)
     assert world.mail() == [(PEERS[1], Mark(4, marks.marked(3, b"")))]
     assert world.done == world.account.begun == 0
+
+
+@pytest.mark.parametrize("over_zeromq", [False, True])
+def test_the_mark_of_a_worker_is_heard_before_its_later_messages(world: World, over_zeromq: bool) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4)
+    if over_zeromq:
+        world.server.came(PEERS[0], [b"message"])
+    else:
+        assert world.workers[0].post("server", [b"message"])
+    world.mark(1, 4)
+    mine = [(PEERS[0], Mark(4, marks.marked(3, b""))), (PEERS[0], [b"message"])]
+    found = list(iter(world.server.take, None))  # type: ignore[arg-type]
+    assert [each for each in found if each[0] == PEERS[0]] == mine
+    assert world.done == world.account.begun == 0
+
+
+def test_a_step_is_not_carried_out_after_something_that_the_engine_has_heard_since(world: World) -> None:
+    assert world.prepare(4)
+    world.mark(0, 4)
+    world.account.renew()  # as the engine does then
+    world.mark(1, 4)
+    assert sorted(world.mail()) == [(peer, Mark(4, marks.marked(3, b""))) for peer in PEERS]
+    assert (world.done, world.account.begun, world.runner.commits[0]) == (0, 0, 0)
+    assert world.prepare(4)
+    for replica in (0, 1):
+        world.mark(replica, 4)
+    assert (world.mail(), world.done) == ([], 1)
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -152,12 +178,22 @@ def test_a_worker_that_has_left_its_mailbox_gets_its_answer_as_a_message(world: 
     assert world.done == world.account.begun == 0
 
 
+def test_a_worker_that_leaves_its_mailbox_meanwhile_is_known_afterwards(world: World) -> None:
+    assert world.prepare(4)
+    for replica in (0, 1):
+        world.mark(replica, 4)
+    assert world.mail() == []
+    world.workers[1]._boxes["server"].leave()
+    assert list(world.server.ring()) == [(PEERS[1], 4)]
+    assert list(world.server.ring()) == []
+
+
 def test_a_mailbox_that_is_damaged_ends_the_wait(world: World) -> None:
     assert world.prepare(4)
     world.mark(0, 4)
     world.workers[0]._boxes["server"].outgoing.words[HEAD] = 1 << 50
     mail = world.mail()
-    assert mail == [(PEERS[0], ()), (PEERS[0], Mark(4, marks.marked(3, b"")))]
+    assert mail == [(PEERS[0], Mark(4, marks.marked(3, b""))), (PEERS[0], ())]
     assert not world.program.is_ready
     world.mark(1, 4)
     assert world.mail() == [(PEERS[1], Mark(4, marks.marked(3, b"")))]
@@ -180,9 +216,12 @@ def test_what_cannot_be_prepared(world: World) -> None:
     assert world.prepare(4) is False
     world.runner.can = True
     base = world.bases.pop(PEERS[1])
-    assert world.prepare(4) is None
+    assert world.prepare(4) is True
+    assert not world.program.is_ready
     world.bases[PEERS[1]] = base
     assert world.prepare(4) is True
+    assert world.program.is_ready
     world.server.forget(PEERS[0])
     assert not world.program.is_ready
-    assert world.prepare(5) is None
+    assert world.prepare(5) is True
+    assert not world.program.is_ready

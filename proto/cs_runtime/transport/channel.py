@@ -275,11 +275,6 @@ class Channel:
             if time.monotonic() >= deadline:
                 return None
 
-    def take_marks(self) -> list[Received]:
-        """What the marks stand for that were left so far."""
-        marks = self.mailboxes.take_marks()
-        return [received for peer, mark in marks if (received := self._received(peer, mark)) is not None]
-
     def forget(self, peer: bytes) -> list[Received]:
         """Close the mailbox of ``peer`` of the ROUTER, which has gone. Return the mail that has come from it and from
         others so far."""

@@ -207,7 +207,7 @@ class Mailboxes(Generic[K]):
         self._fence: AbstractContextManager[object] = threading.Lock()
         self._patience = Patience(patience)
         self._rings_late = rings_late
-        self._unrung: list[Mailbox] = []
+        self._unrung: list[tuple[K, Mailbox]] = []
         self._boxes: dict[K, Mailbox] = {}
         self._offered: dict[K, Mailbox] = {}
         self._due: deque[tuple[K, Sequence[Buffer] | Mark]] = deque()
@@ -326,7 +326,7 @@ class Mailboxes(Generic[K]):
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not box.post(parts):
             return False
-        self._note_posted(box)
+        self._note_posted(peer, box)
         return True
 
     def mark(self, peer: K, number: int, body: Buffer = b"") -> bool:
@@ -335,34 +335,39 @@ class Mailboxes(Generic[K]):
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not box.mark(number, body):
             return False
-        self._note_posted(box)
-        # A reader that leaves takes the last mark afterwards. It may have looked before this one was there.
-        return self._rings_late or not box.has_left
+        return not self._note_posted(peer, box)
 
     def box(self, peer: K) -> Mailbox | None:
         """The mailbox with ``peer``, if both use it."""
         return None if peer in self._offered else self._boxes.get(peer)
 
-    def marked(self, boxes: Sequence[Mailbox]) -> None:
-        """Note marks whose words the owner has stored itself, one in each of ``boxes``."""
-        for box in boxes:
+    def marked(self, peers: Sequence[K]) -> None:
+        """Note marks whose words the owner has stored itself, one for each of ``peers``."""
+        for peer in peers:
+            box = self._boxes[peer]
             box.outgoing.marked()
-            self._note_posted(box)
+            self._note_posted(peer, box)
 
-    def _note_posted(self, box: Mailbox) -> None:
+    def _note_posted(self, peer: K, box: Mailbox) -> Sequence[tuple[K, int]]:
         self.posted += 1
-        self._unrung.append(box)
-        if not self._rings_late:
-            self.ring()
+        self._unrung.append((peer, box))
+        return () if self._rings_late else self.ring()
 
-    def ring(self) -> None:
-        """Wake the peers that sleep and got a message or a mark since the last call."""
-        if self._unrung:
-            with self._fence:
-                pass
-            for box in self._unrung:
-                box.ring()
-            self._unrung.clear()
+    def ring(self) -> Sequence[tuple[K, int]]:
+        """Wake the peers that sleep and got a message or a mark since the last call. Returns those that have left their
+        mailboxes, each with the number of its last mark: it takes that mark afterwards, but may have looked before it
+        was there."""
+        if not self._unrung:
+            return ()
+        with self._fence:
+            pass
+        left: list[tuple[K, int]] = []
+        for peer, box in self._unrung:
+            box.ring()
+            if box.has_left:
+                left.append((peer, box.outgoing.last))
+        self._unrung.clear()
+        return left
 
     def sent(self, peer: K) -> None:
         """Count a message that went to ``peer`` over ZeroMQ."""
@@ -374,7 +379,9 @@ class Mailboxes(Generic[K]):
         """Queue a message of ``peer`` that came over ZeroMQ. :meth:`take` returns it after those posted before it."""
         box = self._boxes.get(peer)
         if box is not None:
-            if not box.keeps_marks and (mark := box.take_mark()) is not None:  # as in take
+            if box.keeps_marks:
+                self.stop_attending()
+            if (mark := box.take_mark()) is not None:  # as in take
                 self._due.append((peer, mark))
             while self._boxes.get(peer) is box and box.has_mail and (posted := self._take_from(peer, box)) is not None:
                 self._due.append((peer, posted))
@@ -389,11 +396,13 @@ class Mailboxes(Generic[K]):
         for peer, box in self._boxes.items():
             if not box.has_mail:
                 continue
-            if not box.keeps_marks and (mark := box.take_mark()) is not None:
+            if box.keeps_marks:  # its mark may be older than the message
+                self.stop_attending()
+            if (mark := box.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
                 # A mark that was left since may be older than the message.
-                if not box.keeps_marks and (mark := box.take_mark()) is not None:
+                if (mark := box.take_mark()) is not None:
                     self._due.append((peer, parts))
                     return peer, mark
                 if parts and len(self._boxes) > 1:  # the others first, next time
@@ -406,11 +415,6 @@ class Mailboxes(Generic[K]):
         self.attend = None
         for box in self._boxes.values():
             box.keeps_marks = False
-
-    def take_marks(self) -> list[tuple[K, Mark]]:
-        """The marks that were left and not taken, with their senders."""
-        found = [(peer, box.take_mark()) for peer, box in self._boxes.items()]
-        return [(peer, mark) for peer, mark in found if mark is not None]
 
     # --- waiting --------------------------------------------------------------------------------------------------
 

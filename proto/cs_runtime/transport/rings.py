@@ -94,6 +94,11 @@ class Outgoing:
         self.marked()
         return True
 
+    @property
+    def last(self) -> int:
+        """The number of the last mark; 0 if there was none."""
+        return self.words[MARK] % (1 << _MARK_BITS)
+
     def next_mark(self, number: int) -> int:
         """The word of the next mark, if it has this number."""
         return (self._marks + 1) % _MARKS << _MARK_BITS | number

@@ -21,6 +21,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from cs_proto import codec, marks
+from cs_proto.codec import MARK_NBYTES
 from cs_proto.errors import CentralStorageError
 from cs_proto.frozen import frozen
 from cs_proto.messages import (
@@ -390,6 +391,9 @@ class CapturedSteps:
         if size > _STEP_NBYTES or self._nbytes + grows > _STEPS_NBYTES:
             return reasons.LARGE
         is_repeated = self._is_repeated(kind, returns[0]) and not any(held.event.parts for held in self._held)
+        # What the account may bring: one step for each place, with bodies as long as marks can be.
+        most = (1 + lookahead if series else 1) * (size + len(heard) * MARK_NBYTES)
+        is_repeated = is_repeated and self._nbytes + grows + most <= _STEPS_NBYTES
         since, account = tuple([held.now for held in self._held]), self._account.number if is_repeated else 0
         step = CapturedStep(self._counts[kind.number] + 1, since, heard, account)
         try:
@@ -488,7 +492,7 @@ class CapturedSteps:
         assert kind is not None
         step, self._applied = self._next
         bodies = self._account.bodies(step.run)
-        self._returns = [marks.following(*each) for each in zip(self._returns, repeat(step.run), bodies)]
+        self._returns = [marks.returned(*each) for each in zip(self._returns, repeat(step.run), bodies)]
         self._run, self._began = step.run, now
         self._counts[kind.number] += 1
         self._tickets += bool(kind.commits)

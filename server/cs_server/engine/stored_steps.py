@@ -28,7 +28,7 @@ def with_account(
     for number in range(max(1, account.begun + 1 - span), account.begun + 1):
         run = first + number
         bodies = account.bodies(run)
-        brought = [marks.following(record, run, bodies[record.replica]) for record in returns]
+        brought = [marks.returned(record, run, bodies[record.replica]) for record in returns]
         heard = tuple([joined(codec.encode(record)) for record in brought])
         made[place[0], run % span if series else 0] = CapturedStep(step.count + number, (now,) * len(heard), heard)
     return made

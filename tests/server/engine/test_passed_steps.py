@@ -160,6 +160,31 @@ def test_anything_may_come_between_steps_of_a_program(kind: Kind, lookahead: int
     assert two.passed
 
 
+@pytest.mark.parametrize("what", [each for each in BETWEEN if each])
+def test_whatever_the_engine_hears_renews_the_account_that_a_program_follows(what: str) -> None:
+    two = Passing(2)
+    for _ in range(5):
+        two.step(KINDS[1], 2)
+    assert two.short.next_step() is not None
+    before = two.account.number
+    two.between(what)
+    assert two.account.number > before
+    assert not two.account.begun
+
+
+def test_no_program_carries_out_steps_that_may_not_fit_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Passing(2)
+    monkeypatch.setattr("cs_server.engine.captured_steps._STEPS_NBYTES", 3 * 2 * (BODY_NBYTES - 8))
+    for _ in range(9):
+        two.step(KINDS[1], 2)
+    assert not two.passed
+    assert two.short._captured._counts[0] >= 5  # they are captured
+    monkeypatch.undo()
+    for _ in range(9):
+        two.step(KINDS[1], 2)
+    assert two.passed
+
+
 def test_all_but_the_first_steps_of_a_long_training_are_passed() -> None:
     two = Passing(2)
     for _ in range(3 * STEPS):

@@ -64,6 +64,11 @@ class Account:
         return found
 
     @property
+    def number_address(self) -> int:
+        """The address of the word of :attr:`number`."""
+        return int(self._address + _NUMBER * _WORD_NBYTES)
+
+    @property
     def begun_address(self) -> int:
         """The address of the word of :attr:`begun`."""
         return int(self._address + _BEGUN * _WORD_NBYTES)
