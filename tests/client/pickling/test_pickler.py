@@ -800,7 +800,8 @@ def test_captured_arrays_may_be_written() -> None:
 
 
 def test_the_pieces_of_cloudpickle_that_are_not_public() -> None:
-    assert {"_dynamic_class_reduce", "_make_typevar", "_decompose_typevar"} <= vars(pickler.by_value).keys()
+    pieces = {"_code_reduce", "_dynamic_class_reduce", "_make_typevar", "_decompose_typevar"}
+    assert pieces <= vars(pickler.by_value).keys()
     make, arguments, *_, fill = pickler.by_value._dynamic_class_reduce(Config)
     assert callable(make)
     assert callable(fill)
