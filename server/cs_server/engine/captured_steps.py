@@ -35,7 +35,6 @@ from cs_proto.messages import (
     Locate,
     Return,
     RunFinished,
-    RunId,
     Statistics,
     StepFinished,
     WaitReport,
@@ -44,8 +43,8 @@ from cs_proto.messages import (
 from cs_proto.records import replace
 from cs_server.events import Apply, Command, Commit, Event, Finished, Received, Send, Tick, Write
 
-from . import dispatch, sessions
-from .catalogue import optimizers, updates, variables
+from . import dispatch, sessions, stored_steps
+from .catalogue import optimizers, updates
 from .step_kinds import Kind, Shape, kind_of, shape_of
 from .steps import progress, runs, watchdog
 from .store import reasons
@@ -72,8 +71,6 @@ _KINDS = 8
 _WORTH = 2
 # The shapes of a replica's notes that are remembered.
 _SHAPES = 64
-# The reasons that are remembered, by run.
-_REASONS = 256
 # Requests that change nothing that a later step depends on.
 _READS = (Get, Describe, Locate, Statistics)
 
@@ -166,7 +163,7 @@ class CapturedSteps:
                     self._held.pop()
                     held = decided
                 reason = held
-                self._note(record.run, reason)
+                reasons.note(self._server.reasons, record.run, reason)
             elif isinstance(record, _READS) or (type(record) is Configure and _only_changes_numbers(record)):
                 if self._ground is None:
                     return None
@@ -174,10 +171,10 @@ class CapturedSteps:
                     return answer
             elif type(record) is Ask:
                 reason = reasons.reason_of(record)
-                self._note(record.run, reason)
+                reasons.note(self._server.reasons, record.run, reason)
             elif type(record) is WaitReport:
                 reason = reasons.SLOW
-                self._note(record.run, reason)
+                reasons.note(self._server.reasons, record.run, reason)
         elif type(event) is Finished:
             if self._ground is None:
                 return None
@@ -194,7 +191,7 @@ class CapturedSteps:
         """The event needs the general way: what that means for the step that it comes into, and for the next one."""
         count = sum(self._counts)
         if self._held:
-            self._note(self._held[0].record.run, reason)
+            reasons.note(self._server.reasons, self._held[0].record.run, reason)
         if self._ground is None:
             self._may_begin = type(event) is Received and type(event.record) is Return
             # What was found for a return that was not taken is found again for the next one.
@@ -211,78 +208,21 @@ class CapturedSteps:
         is kept for the next flush. Returns the messages of a step of which not all replicas have returned, and when
         they came: they have to be heard in the general way now."""
         self._fold()
-        tables, held = self._server.tables, [(each.event, each.now) for each in self._held]
+        server, tables = self._server, self._server.tables
+        held = [(each.event, each.now) for each in self._held]
         if self._ground is None and not tables.captured:
             return []
         if tables.captured:
             # A server that took over cannot know whether the last commit had begun: it takes it as under way.
             is_committing = self._committing != 0 or self._ground is None
             seen = [*tables.tally.seen]
-            self._replay(is_committing)
+            stored_steps.replay(server, is_committing)
             tables.tally.seen = list(map(max, seen, tables.tally.seen))
             for key in tables.captured:
                 del tables.captured[key]
             tables.keep()
         self._forget()
         return held
-
-    def _replay(self, is_committing: bool) -> None:
-        """Hear those recorded steps in the general way that a peer may still ask for: the last one, and as many of its
-        series before it as the client sends ahead. Other steps are only counted. The commit of the last step stays
-        under way if ``is_committing``."""
-        server = self._server
-        entries = server.tables.captured.items()
-        steps = [(number, step, list(map(returned, step.heard))) for (number, _), step in entries]
-        steps.sort(key=lambda each: each[2][0].run)
-        *_, last, heard = steps[-1]
-        first, series = heard[0].run[0] - (heard[0].lookahead if heard[0].series else 0), heard[0].series
-        known = [each for each in steps if each[2][0].run[0] >= first and each[2][0].series == series]
-        for number, step, heard in {each[0]: each for each in steps}.values():  # the last one of each kind
-            repeated = sum(each[0] == number for each in known)
-            returns = sorted(heard, key=lambda record: record.replica)
-            self._count(kind_of(number, [shape_of(record) or () for record in returns]), step.count - repeated)
-        for _, step, heard in known:
-            self._note(heard[0].run, reasons.CAPTURED)
-            for now, record in zip(step.since, heard, strict=True):
-                peer = sessions.worker_peer(server, record.replica)
-                self._hear_again(Received(peer or b"", record), now)
-            if server.tables.tally.committing and not (step is last and is_committing):
-                self._hear_again(Finished(server.tables.tally.committing), step.since[-1])
-
-    def _hear_again(self, event: Event, now: float) -> None:
-        """Bring the tables up to date with one event. It was answered before, so its commands are dropped."""
-        dispatch.hear(self._server, event, now)
-        dispatch.settle(self._server)
-        self._server.out.clear()
-
-    def _count(self, kind: Kind, count: int) -> None:
-        """Count ``count`` finished steps of a kind in the tables."""
-        server, tally = self._server, self._server.tables.tally
-        tally.messages += count * len(server.replicas)
-        tally.runs += count
-        tally.captured += count
-        tally.commits += count * kind.commits
-        tally.tickets += count * bool(kind.commits)
-        for replica in server.replicas:
-            tally.replica_runs[replica] += count
-            tally.points[replica] += count * kind.points
-            tally.applies[replica] += count * kind.applies
-        if count:
-            for number in kind.sets:
-                optimizers.applied(server, number, count)
-            for number in kind.written:
-                variables.written(server, number, count)
-
-    def _note(self, run: RunId, reason: int) -> None:
-        """Note why a run is not captured, or that it is. Of several reasons the first counts, and a question of a
-        replica more than a wait."""
-        known = self._server.reasons
-        if reason == reasons.CAPTURED or (known.get(run) == reasons.SLOW and reason in reasons.OF_QUESTIONS):
-            known[run] = reason
-        else:
-            known.setdefault(run, reason)
-        if len(known) > _REASONS:
-            del known[next(iter(known))]
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 
@@ -539,7 +479,7 @@ class CapturedSteps:
             return None
         try:
             for kind in self._kinds.values():
-                self._count(kind, self._counts[kind.number])
+                stored_steps.count(server, kind, self._counts[kind.number])
             dispatch.hear(server, event, now)
             answer = list(server.out)
         except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)

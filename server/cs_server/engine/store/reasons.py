@@ -5,7 +5,7 @@ The tally counts them by their place in :data:`WORDS`, so a new one is added at 
 
 from __future__ import annotations
 
-from cs_proto.messages import ApplyPoint, Ask, AssignPoint, CreatePoint, GatherPoint, MergeCallPoint, ReducePoint
+from cs_proto.messages import ApplyPoint, Ask, AssignPoint, CreatePoint, GatherPoint, MergeCallPoint, ReducePoint, RunId
 
 __all__ = [
     "AFTER",
@@ -16,10 +16,10 @@ __all__ = [
     "KINDS",
     "LARGE",
     "MERGE_CALL",
-    "OF_QUESTIONS",
     "SLOW",
     "UNQUIET",
     "WORDS",
+    "note",
     "reason_of",
 ]
 
@@ -51,8 +51,10 @@ _OF_POINTS = {
     AssignPoint: NUMBER,
     CreatePoint: CREATED,
 }
-#: Those of runs in which a replica waited for an answer.
-OF_QUESTIONS = frozenset({*_OF_POINTS.values(), READ})
+# Those of runs in which a replica waited for an answer.
+_OF_QUESTIONS = frozenset({*_OF_POINTS.values(), READ})
+# The reasons that are remembered, by run.
+_REASONS = 256
 
 
 def reason_of(question: Ask) -> int:
@@ -60,3 +62,14 @@ def reason_of(question: Ask) -> int:
     if len(question.run) > 1:
         return MERGE_CALL
     return _OF_POINTS.get(type(question.point), READ)
+
+
+def note(known: dict[RunId, int], run: RunId, reason: int) -> None:
+    """Note in ``known`` why a run is not captured, or that it is. Of several reasons the first counts, and a question
+    of a replica more than a wait."""
+    if reason == CAPTURED or (known.get(run) == SLOW and reason in _OF_QUESTIONS):
+        known[run] = reason
+    else:
+        known.setdefault(run, reason)
+    if len(known) > _REASONS:
+        del known[next(iter(known))]
