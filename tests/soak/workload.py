@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.soak.history import MARKS, MOVING, REPLICAS, ROWS, mark_of, meets, noise, reads_its_own
+from tests.soak.history import (
+    MARKS,
+    MOVING,
+    REPLICAS,
+    ROWS,
+    brings_gradients_alone,
+    mark_of,
+    meets,
+    noise,
+    reads_its_own,
+)
 
 import central_storage as cs
 from central_storage import errors
@@ -50,8 +60,12 @@ class Training:
         before = np.asarray(self.plain)
         seen, whole = float(before[0]), bool((before == before[0]).all())
         down = -np.full(self.plain.shape, float((k + 1) * (replica + 1)))
-        row = cs.IndexedSlices(np.full((1, 8), -(replica + 1.0)), np.array([k % ROWS]))
         ones = -np.ones(self.twin.shape, np.float32)
+        if brings_gradients_alone(k):
+            self.sgd.apply_gradients([(down, self.plain), (ones, self.twin)])
+            self.adam.apply_gradients([(noise(k, replica), self.moving)])
+            return seen, whole, None, None
+        row = cs.IndexedSlices(np.full((1, 8), -(replica + 1.0)), np.array([k % ROWS]))
         self.sgd.apply_gradients([(down, self.plain), (ones, self.twin), (row, self.table)])
         own = float(np.asarray(self.plain)[-1]) if self.own_reads and reads_its_own(k) else None
         met = float(context.all_reduce("SUM", np.array(10.0 * k + replica))) if meets(k) else None
