@@ -18,9 +18,10 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
-from cs_proto import codec, marks
+from cs_proto import marks
+from cs_proto.arrays import Location
 from cs_proto.codec import MARK_NBYTES
 from cs_proto.errors import CentralStorageError
 from cs_proto.frozen import frozen
@@ -31,8 +32,11 @@ from cs_proto.messages import (
     Configure,
     Describe,
     Done,
+    GatherPoint,
     Get,
     Locate,
+    Reduced,
+    ReducePoint,
     Return,
     RunFinished,
     Statistics,
@@ -41,17 +45,19 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import replace
-from cs_server.events import Apply, Command, Commit, Event, Finished, Received, Send, Tick, Write
+from cs_server.events import Apply, Command, Commit, Computed, Event, Finished, Received, Send, Tick, Write
 
 from . import dispatch, sessions, stored_steps
+from .captured_ground import Ground, ground_of
 from .catalogue import optimizers, updates
-from .step_kinds import Kind, Shape, kind_of, shape_of
-from .steps import progress, runs, watchdog
+from .open_step import Held, OpenStep, whole
+from .step_kinds import Kind, Shape, do_meet, kind_of, shape_of
+from .steps import merge, progress, watchdog
 from .store import reasons
 from .store.account import Account
 from .store.control_log import ControlFull
 from .store.state import State
-from .store.tables import CapturedStep, joined
+from .store.tables import CapturedStep
 from .stored_steps import returned, with_account
 
 __all__ = ["CapturedSteps", "NextStep", "is_small"]
@@ -76,16 +82,6 @@ _READS = (Get, Describe, Locate, Statistics)
 
 
 @frozen
-class _Ground:
-    """What holds as long as nothing but captured steps is heard."""
-
-    #: The peer name and the incarnation of each worker, by replica.
-    workers: tuple[tuple[bytes, int], ...]
-    controller: bytes
-    client: str
-
-
-@frozen
 class NextStep:
     """A step that a program may carry out when each worker has left the mark of its run."""
 
@@ -95,15 +91,6 @@ class NextStep:
     #: The peer name of each worker, by replica.
     workers: tuple[bytes, ...]
     commit: Commit | None
-
-
-class _Held(NamedTuple):
-    """A return that waits for those of the other replicas."""
-
-    event: Received
-    record: Return
-    now: float
-    shape: Shape
 
 
 class CapturedSteps:
@@ -123,8 +110,10 @@ class CapturedSteps:
 
     def _forget(self) -> None:
         """The other tables have everything."""
-        self._ground: _Ground | None = None
-        self._held: list[_Held] = []
+        self._ground: Ground | None = None
+        self._held: list[Held] = []
+        self._open = OpenStep(self._server.tables)
+        self._computing = 0  # the ticket of the computation of the last answer
         self._run = self._series = self._lookahead = 0  # the last ones
         self._returns: list[Return] = []  # of the last one, in replica order
         self._kind: Kind | None = None  # of the last one
@@ -133,7 +122,7 @@ class CapturedSteps:
         self._shapes: dict[Shape, bool] = {}  # those whose sets exist: whether they have write notes, to be checked
         self._kinds: dict[tuple[Shape, ...], Kind] = {}
         self._counts = [0] * _KINDS  # of the steps of each kind that the other tables do not have
-        self._tickets = 0  # of their commits
+        self._tickets = 0  # of their commits and computations
         self._applied: Counter[int] = Counter()  # in them, by variable set
         self._sizes: dict[tuple[int, int], int] = {}  # bytes of what is written down of them, by place
         self._nbytes = 0
@@ -147,17 +136,21 @@ class CapturedSteps:
         if type(event) is Finished and self._committing and event.ticket == self._committing:
             self._committing = 0
             return self._answers()
+        if type(event) is Computed and self._computing and event.ticket == self._computing:
+            self._computing = 0
+            if (answers := self._answered(event)) is not None:
+                return answers
         self._fold()
         reason = reasons.AFTER
         if type(event) is Received:
             record = event.record
-            if type(record) is Return:
+            if type(record) is Return or type(record) is Ask:
                 held = self._hold(event, record, now)
                 if not isinstance(held, int):
                     self._held.append(held)
                     if len(self._held) < len(self._server.replicas):
                         return []
-                    decided = self._decide()
+                    decided = self._decide() if type(record) is Return else self._ask()
                     if not isinstance(decided, int):
                         return decided
                     self._held.pop()
@@ -169,15 +162,14 @@ class CapturedSteps:
                     return None
                 if (answer := self._answer(event, record, now)) is not None:
                     return answer
-            elif type(record) is Ask:
-                reason = reasons.reason_of(record)
-                reasons.note(self._server.reasons, record.run, reason)
             elif type(record) is WaitReport:
                 reason = reasons.SLOW
                 reasons.note(self._server.reasons, record.run, reason)
         elif type(event) is Finished:
             if self._ground is None:
                 return None
+        elif type(event) is Computed:
+            reason = reasons.COMBINED if event.error is None else reasons.FAILED
         elif type(event) is Tick:
             if self._ground is None:
                 return None
@@ -190,8 +182,8 @@ class CapturedSteps:
     def _leave(self, event: Event, reason: int) -> None:
         """The event needs the general way: what that means for the step that it comes into, and for the next one."""
         count = sum(self._counts)
-        if self._held:
-            reasons.note(self._server.reasons, self._held[0].record.run, reason)
+        if under_way := self._under_way:
+            reasons.note(self._server.reasons, under_way[0].record.run, reason)
         if self._ground is None:
             self._may_begin = type(event) is Received and type(event.record) is Return
             # What was found for a return that was not taken is found again for the next one.
@@ -214,7 +206,8 @@ class CapturedSteps:
             return []
         if tables.captured:
             # A server that took over cannot know whether the last commit had begun: it takes it as under way.
-            is_committing = self._committing != 0 or self._ground is None
+            # That commit was over if a step is open.
+            is_committing = self._committing != 0 or (self._ground is None and not stored_steps.opened(tables))
             seen = [*tables.tally.seen]
             stored_steps.replay(server, is_committing)
             tables.tally.seen = list(map(max, seen, tables.tally.seen))
@@ -226,43 +219,67 @@ class CapturedSteps:
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 
-    def _hold(self, event: Received, record: Return, now: float) -> _Held | int:
-        """A return of a step that may be captured; or the reason why it is not."""
+    def _hold(self, event: Received, record: Return | Ask, now: float) -> Held | int:
+        """A message of a step that may be captured; or the reason why it is not."""
         if len(record.run) > 1:
             return reasons.MERGE_CALL
-        if self._committing or (self._ground is None and not self._may_begin):
+        if isinstance(record, Ask) and not _is_inline(record):
+            return reasons.reason_of(record)
+        if self._committing or self._computing or (self._ground is None and not self._may_begin):
             return reasons.AFTER
-        ground = self._ground or self._look()
+        ground = self._ground or ground_of(self._server)
         if ground is None:
             return reasons.UNQUIET
+        if self._ground is None:
+            self._run, self._series, self._lookahead = ground.last
         if not 0 <= record.replica < len(ground.workers):
             return reasons.FAILED
-        run, series, lookahead = record.run[0], record.series, record.lookahead
-        # Within a series the lookahead stays, and of a series that was left no step comes again.
-        is_next = lookahead == self._lookahead if series == self._series else series in (0, run)
-        is_next = is_next and self._run < run <= self._run + 1 + MOST_AHEAD
-        for held in self._held:
-            other = held.record
-            is_next = is_next and (other.run, other.series, other.lookahead) == (record.run, series, lookahead)
-            is_next = is_next and other.replica != record.replica and other.changes == record.changes
         is_theirs = (event.peer, record.incarnation) == ground.workers[record.replica]
-        if not is_next or not is_theirs or record.client not in ("", ground.client):
+        if not self._is_next(record) or not is_theirs or record.client not in ("", ground.client):
             return reasons.UNQUIET
-        if lookahead > _MOST_AHEAD:
-            return reasons.AHEAD
-        shape = shape_of(record)
-        if record.value is None or shape is None:
-            return reasons.FAILED
-        if self._shapes.get(shape, True) and not self._fits(record, shape):
+        if isinstance(record, Return):
+            if record.lookahead > _MOST_AHEAD:
+                return reasons.AHEAD
+            if record.value is None:
+                return reasons.FAILED
+        shape = shape_of(record, self._open.shape(record.replica))
+        if shape is None or not self._fits(record, shape):
             return reasons.FAILED
         if self._ground is None:
             self._ground = ground
-            _log.debug("steps are captured from run %d on", run)
-        return _Held(event, record, now, shape)
+            _log.debug("steps are captured from run %d on", record.run[0])
+        return Held(event, record, now, shape)
 
-    def _fits(self, record: Return, shape: Shape) -> bool:
-        """Whether the notes would be taken as they come, before those of the other replicas are known."""
+    def _is_next(self, record: Return | Ask) -> bool:
+        """Whether a message is of the step that all replicas are in, or of the next one if none is under way."""
+        run, series = record.run[0], record.series
+        # Of a series that was left no step comes again.
+        is_next = series == self._series or series in (0, run)
+        is_next = is_next and self._run < run <= self._run + 1 + MOST_AHEAD
+        if type(record) is Return and series == self._series:  # within a series the lookahead stays
+            is_next = is_next and record.lookahead == self._lookahead
+        for held in (*self._open.asked[-1:], *self._held):
+            other = held.record
+            is_next = is_next and (other.run, other.series, other.changes) == (record.run, series, record.changes)
+        for held in self._held:
+            other = held.record
+            is_next = is_next and type(other) is type(record) and other.replica != record.replica
+            if type(record) is Return and type(other) is Return:
+                is_next = is_next and other.lookahead == record.lookahead
+        return is_next
+
+    @property
+    def _under_way(self) -> list[Held]:
+        """The messages of the step that is not decided, in the order in which they came."""
+        return self._open.asked or self._held
+
+    def _fits(self, record: Return | Ask, shape: Shape) -> bool:
+        """Whether the notes would be taken as they come, before those of the other replicas are known. So would the
+        changes of a question, which is answered before the step is decided."""
         server, writes = self._server, self._shapes.get(shape)
+        is_asked = type(record) is Ask and record.changes
+        if writes is False and not is_asked:
+            return True
         if writes is None:
             for part in shape:
                 if type(part) is tuple and len(part) == 3:
@@ -273,41 +290,14 @@ class CapturedSteps:
             if len(self._shapes) == _SHAPES:
                 self._shapes.clear()
             writes = self._shapes[shape] = any(type(part) is int for part in shape)
-        if writes:
+        if writes or is_asked:
             try:
+                if is_asked:
+                    optimizers.changed(server, record.changes)
                 progress.make(server, (), [note for note in record.notes if isinstance(note, WriteNote)], Counter())
             except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
                 return False
         return True
-
-    def _look(self) -> _Ground | None:
-        """What captured steps may rely on. None if something else is going on."""
-        tables = self._server.tables
-        for run, state in tables.runs.items():
-            if not state.is_finished or state.failure is not None:
-                return None
-            for replica in self._server.replicas:
-                returned = tables.stands[run, replica].returned
-                if returned is None or returned.error is not None:
-                    return None
-        others = (tables.jobs, tables.held, tables.deaths, tables.writes, tables.computations)
-        if any(others) or tables.checks or tables.digests or len(tables.workers) < len(self._server.replicas):
-            return None
-        if any(map(runs.lies_in_arena, tables.outcomes.values())):
-            return None
-        workers = [tables.workers[replica] for replica in self._server.replicas]
-        controller = sessions.controller_peer(self._server)
-        hello = None if controller is None else sessions.hello_of(self._server, controller)
-        if controller is None or hello is None or not all(worker.is_announced for worker in workers):
-            return None
-        if not all(session.is_welcome for session in tables.clients.values()):
-            return None
-        last = max((run for run in tables.runs if len(run) == 1), default=None)
-        returned = None if last is None else tables.stands[last, 0].returned
-        self._run = 0 if last is None else last[0]
-        self._series = 0 if returned is None else returned.series
-        self._lookahead = 0 if returned is None else returned.lookahead
-        return _Ground(tuple((worker.peer, worker.worker.incarnation) for worker in workers), controller, hello.client)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -315,35 +305,31 @@ class CapturedSteps:
         """All replicas have returned: write the step down and begin its commit. The reason if it is not captured."""
         server, tables = self._server, self._server.tables
         in_order = sorted(self._held, key=lambda held: held.record.replica)
-        returns, shapes = [held.record for held in in_order], tuple([held.shape for held in in_order])
-        kind = self._kinds.get(shapes)
-        if kind is None:
-            if len(self._kinds) == _KINDS:
-                return reasons.KINDS
-            if len({tuple([part for part in shape if type(part) is tuple]) for shape in shapes}) > 1:
-                return reasons.FAILED  # the replicas do not meet
-            kind = kind_of(len(self._kinds), shapes)
+        returns = [held.record for held in in_order if isinstance(held.record, Return)]
+        kind = self._kind_of(tuple([held.shape for held in in_order]))
+        if isinstance(kind, int):
+            return kind
         run, series, lookahead = returns[0].run[0], returns[0].series, returns[0].lookahead
-        heard = tuple([joined(held.event.parts or codec.encode(held.record)) for held in self._held])
         place = kind.number, run % (1 + lookahead) if series else 0
-        size = sum(map(len, heard))
+        step = self._open.ended(self._held, self._counts[kind.number] + 1)
+        size = sum(map(len, step.heard))
         grows = size - self._sizes.get(place, 0)
         if size > _STEP_NBYTES or self._nbytes + grows > _STEPS_NBYTES:
             return reasons.LARGE
         is_repeated = self._is_repeated(kind, returns[0]) and not any(held.event.parts for held in self._held)
         # What the account may bring: one step for each place, with bodies as long as marks can be.
-        most = (1 + lookahead if series else 1) * (size + len(heard) * MARK_NBYTES)
-        is_repeated = is_repeated and self._nbytes + grows + most <= _STEPS_NBYTES
-        since, account = tuple([held.now for held in self._held]), self._account.number if is_repeated else 0
-        step = CapturedStep(self._counts[kind.number] + 1, since, heard, account)
+        most = (1 + lookahead if series else 1) * (size + len(step.heard) * MARK_NBYTES)
+        if is_repeated := is_repeated and self._nbytes + grows + most <= _STEPS_NBYTES:
+            step = replace(step, account=self._account.number)
         try:
             if tables.is_ahead:
                 tables.flush()
             changed = optimizers.changed(server, returns[0].changes)
             for optimizer in changed:
                 tables.optimizers[optimizer.number] = optimizer
-            operations = self._operations(kind, returns)
-            tables.write_captured({place: step})
+            brought = self._open.brought(in_order) if kind.questions else [held.record.notes for held in in_order]
+            operations = self._operations(brought, self._applied, has_writes=kind.notes > 0)
+            tables.write_captured({place: step, **dict.fromkeys(self._open.places)})
         except Exception as error:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             server.rollback()
             return reasons.LARGE if isinstance(error, ControlFull) else reasons.FAILED
@@ -352,31 +338,84 @@ class CapturedSteps:
             # The next step writes them. Until then the message of this one has them, and whoever hears it again, and
             # those after it, finds the same numbers.
             tables.keep()
-        self._kinds[shapes] = kind
         self._armed = (place, step) if is_repeated else None
         self._counts[kind.number] += 1
         self._note_size(place, size)
         self._run, self._series, self._lookahead = run, series, lookahead
-        self._returns, self._kind, self._began = returns, kind, self._held[0].now
+        self._returns, self._kind, self._began = returns, kind, step.since[0]
         self._held = []
+        if kind.questions:
+            self._open = OpenStep(tables)
         if not kind.commits:
             return self._answers()
         self._tickets += 1
         self._committing = tables.tally.tickets + self._tickets
         return [Commit(self._committing, operations)]
 
-    def _operations(self, kind: Kind, returns: Sequence[Return]) -> tuple[Apply | Write, ...]:
-        """What a step commits. Raises as the general way does where it does not fit."""
+    def _kind_of(self, shapes: tuple[Shape, ...]) -> Kind | int:
+        """The kind of a step of these shapes, by replica. The reason if it is not captured."""
+        kind = self._kinds.get(shapes)
+        if kind is None:
+            if len(self._kinds) == _KINDS:
+                return reasons.KINDS
+            if not do_meet(shapes):
+                return reasons.FAILED
+            kind = self._kinds[shapes] = kind_of(len(self._kinds), shapes)
+        return kind
+
+    def _operations(
+        self, brought: Sequence[Sequence[Any]], applied: Counter[int], *, has_writes: bool
+    ) -> tuple[Apply | Write, ...]:
+        """What is committed of these notes, by replica. Raises as the general way does where they do not fit."""
         notes: list[WriteNote] = []
-        brought: list[Any] = [record.notes for record in returns]
-        if kind.notes:
+        if has_writes:
             notes = [note for each in brought for note in each if type(note) is WriteNote]
             brought = [[note for note in each if type(note) is not WriteNote] for each in brought]
         points = list(zip(*brought, strict=True))
         for each in points:
             if type(each[0]) is ApplyPoint:
                 updates.check_gradients(self._server, each)
-        return progress.make(self._server, points, notes, self._applied)
+        return progress.make(self._server, points, notes, applied)
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> list[Command] | int:
+        """All replicas have asked: write that down and compute the answer. The reason if it is not captured."""
+        server, tables = self._server, self._server.tables
+        in_order = sorted(self._held, key=lambda held: held.record.replica)
+        points: list[Any] = [held.record.point for held in in_order if isinstance(held.record, Ask)]
+        kinds = {merge.kind_of(point, lambda *_: None) for point in points}
+        if len(kinds) > 1 or not do_meet([held.shape for held in in_order]):
+            return reasons.FAILED
+        asked = whole(self._held)
+        if self._open.nbytes + sum(map(len, asked.heard)) > _STEP_NBYTES:
+            return reasons.LARGE
+        try:
+            if tables.is_ahead:
+                tables.flush()
+            # What would be refused is refused now: whoever hears these messages again has to take them.
+            self._operations([held.record.notes for held in in_order], Counter(), has_writes=True)
+            self._open.ask(self._held, asked)
+        except Exception as error:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
+            server.rollback()
+            return reasons.LARGE if isinstance(error, ControlFull) else reasons.FAILED
+        self._held = []
+        self._tickets += 1
+        self._computing = tables.tally.tickets + self._tickets
+        return [progress.combine(self._computing, points)]
+
+    def _answered(self, event: Computed) -> list[Command] | None:
+        """Answer the replicas. None if the general way has to."""
+        ground, asked = self._ground, self._open.asked[-1].record
+        assert ground is not None
+        assert isinstance(asked, Ask)
+        if event.error is not None or any(isinstance(array.place, Location) for array in event.arrays):
+            return None
+        reduced = Reduced(asked.run, asked.point.k, event.arrays)
+        self._open.answer(reduced)
+        return [Send(peer, reduced) for peer, _ in ground.workers]
+
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _answers(self) -> list[Command]:
         ground, returns, kind = self._ground, self._returns, self._kind
@@ -461,9 +500,10 @@ class CapturedSteps:
 
     def _is_slow(self, now: float) -> bool:
         """Whether a tick has something to say of the step that is under way."""
-        if not self._held and not self._committing:
+        under_way = self._under_way
+        if not under_way and not self._committing:
             return False
-        began = self._held[0].now if self._held else self._began
+        began = under_way[0].now if under_way else self._began
         return now - began >= watchdog.patience(self._server)
 
     def _answer(self, event: Received, record: Any, now: float) -> list[Command] | None:
@@ -471,11 +511,14 @@ class CapturedSteps:
         it is looked up, and not longer, because the store has these steps only as captured ones. None if the general
         way has to answer."""
         server, tables = self._server, self._server.tables
-        if self._committing or (self._held and (type(record) is Statistics or self._held[0].record.changes)):
+        under_way = self._under_way
+        if self._committing or self._computing:
+            return None
+        if under_way and (type(record) is Statistics or under_way[0].record.changes):
             return None
         if type(record) is Locate and record.buffers == 1:  # may make the second set
             return None
-        if type(record) is Configure and (self._held or self._has_changes):
+        if type(record) is Configure and (under_way or self._has_changes):
             return None
         try:
             for kind in self._kinds.values():
@@ -520,6 +563,12 @@ def _only_changes_numbers(record: Configure) -> bool:
     schedule would be evaluated for finished steps, too, when they are heard again."""
     is_of_numbers = record.schedule is None and record.exempt is None and not record.steps
     return record.optimizer > 0 and record.iterations < 0 and is_of_numbers
+
+
+def _is_inline(question: Ask) -> bool:
+    """Whether all arrays of an all_reduce or all_gather lie in its message."""
+    point = question.point
+    return isinstance(point, ReducePoint | GatherPoint) and not any(isinstance(a.place, Location) for a in point.arrays)
 
 
 def is_small(record: Return) -> bool:

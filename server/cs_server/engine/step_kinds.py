@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from cs_proto.frozen import frozen
-from cs_proto.messages import ApplyPoint, AssignPoint, Return, WriteNote
+from cs_proto.messages import ApplyPoint, Ask, AssignPoint, GatherPoint, ReducePoint, Return, WriteNote
+from cs_proto.records import Record
 
-__all__ = ["Kind", "Shape", "kind_of", "shape_of"]
+__all__ = ["Kind", "Shape", "do_meet", "kind_of", "shape_of", "shapes_of"]
 
-#: What counts of the notes of one replica, in order: of an apply its sets and the bound on the gradients, of an assign
-#: the variable and the operation, of a write note the variable.
+#: What counts of the notes and questions of one replica, in order: of an apply its sets and the bound on the gradients,
+#: of an assign the variable and the operation, of a write note the variable, and of a question its kind.
 Shape: TypeAlias = tuple[Any, ...]
 
 
@@ -20,9 +21,10 @@ class Kind:
     """What all steps have in common in which the replicas bring notes of the same shapes."""
 
     number: int
-    #: How many merge points there are, and how many of them are applies.
+    #: How many merge points there are, how many of them are applies, and how many are questions.
     points: int
     applies: int
+    questions: int
     #: How many write notes the replicas bring together.
     notes: int
     #: The variable sets that are updated, and the variables that are written, with repetitions.
@@ -32,10 +34,12 @@ class Kind:
     commits: int
 
 
-def shape_of(record: Return) -> Shape | None:
-    """The shape of the notes of a Return. None if one needs an answer or is not the next one."""
-    parts: list[Any] = []
-    k = writes = 0
+def shape_of(record: Ask | Return, before: Shape = ()) -> Shape | None:
+    """The shape of what a replica has brought with a message, and ``before`` it in the same run. None if a note needs
+    an answer, something is not the next one, or a question is not of all_reduce or all_gather."""
+    parts: list[Any] = [*before]
+    writes = sum(type(part) is int for part in before)
+    k = len(before) - writes
     for note in record.notes:
         if note.k != k:
             return None
@@ -59,18 +63,39 @@ def shape_of(record: Return) -> Shape | None:
                 return None
             parts.append(note.variable)
             writes += 1
-    return tuple(parts) if record.count == k else None
+    if type(record) is Return:
+        return tuple(parts) if record.count == k else None
+    assert isinstance(record, Ask)
+    if type(record.point) not in (ReducePoint, GatherPoint) or record.point.k != k:
+        return None
+    return (*parts, type(record.point).__name__)
+
+
+def shapes_of(heard: Sequence[Record]) -> tuple[Shape, ...]:
+    """The shapes of a step of which these messages were heard, by replica."""
+    found: dict[int, Shape] = {}
+    for record in heard:
+        if isinstance(record, Ask | Return):
+            found[record.replica] = shape_of(record, found.get(record.replica, ())) or ()
+    return tuple([found[replica] for replica in sorted(found)])
+
+
+def do_meet(shapes: Sequence[Shape]) -> bool:
+    """Whether the replicas have brought the same merge points."""
+    return len({tuple([part for part in shape if type(part) is not int]) for shape in shapes}) == 1
 
 
 def kind_of(number: int, shapes: Sequence[Shape]) -> Kind:
     """The kind of steps in which the replicas bring notes of these shapes, by replica."""
+    questions = sum(type(part) is str for part in shapes[0])
     points = [part for part in shapes[0] if type(part) is tuple]
     applies = [part[0] for part in points if len(part) == 3]
     notes = [part for shape in shapes for part in shape if type(part) is int]
     return Kind(
         number,
-        len(points),
+        len(points) + questions,
         len(applies),
+        questions,
         len(notes),
         tuple(variable_set for sets in applies for _, variable_set, _ in sets),
         (*(part[0] for part in points if len(part) == 2), *notes),

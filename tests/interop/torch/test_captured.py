@@ -65,3 +65,21 @@ def test_a_recommender(two: cs.CentralStorageStrategy) -> None:
     with nearly_all_captured(two, STEPS):
         for _ in range(STEPS):
             train(batch)
+
+
+def test_a_loss_over_the_whole_batch(two: cs.CentralStorageStrategy) -> None:
+    """All replicas see the outputs of all, as a contrastive loss does, and their gradients come back."""
+    with two.scope():
+        model = cst.centralize(nn.Linear(4, 3))
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.01)
+
+    @cst.step(model, optimizer)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        scores = out @ cst.all_gather(out).T
+        return (scores**2).mean() + (cst.all_reduce(out.sum(0)) ** 2).mean()
+
+    batch = (torch.randn(8, 4),)
+    with nearly_all_captured(two, STEPS):
+        for _ in range(STEPS):
+            train(batch)

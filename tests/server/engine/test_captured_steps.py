@@ -24,10 +24,12 @@ from tests.harness.playbook import (
     assigns,
     dies,
     first_apply,
+    gathers,
     handled,
     hears,
     known,
     notes_write,
+    reduces,
     result,
     returns,
     scalar,
@@ -70,14 +72,14 @@ from cs_server.engine import captured_steps
 from cs_server.engine.engine import Config, Engine
 from cs_server.engine.store import reasons
 from cs_server.engine.store.control_log import ControlDamaged, ControlFull, ControlMemory
-from cs_server.events import ClientLeft, Command, Commit, Event, Finished, Received, Send, Tick
+from cs_server.events import ClientLeft, Command, Commit, Compute, Computed, Event, Finished, Received, Send, Tick
 
 PLAIN, OPTIMIZER = b"y", b"o"
 """The first letter of the keys of steps of which only the messages are in the store."""
 
 # The merge points of a step: optimizer and set of what each applies, and of which variables the gradients are sparse;
 # or several of these, which one apply brings together.
-# Or an aggregated assign, by the variable; or a write note of every replica, or of the first one.
+# Or an aggregated assign, by the variable; or a write note of every replica, or of the first one; or a question.
 Kind: TypeAlias = tuple[tuple[Any, ...] | str, ...]
 KINDS: tuple[Kind, ...] = (
     ((1, 1),),
@@ -147,9 +149,9 @@ def updates(replica: int, run: int, optimizer: int, number: int, *sparse: int) -
     return OptimizerUpdate(optimizer, number, (), rows)
 
 
-def noted(kind: Kind, replica: int, run: int) -> tuple[Note, ...]:
-    """What a replica brings in a step of that kind."""
-    notes: list[Note] = []
+def noted(kind: Kind, replica: int, run: int) -> tuple[Any, ...]:
+    """What a replica brings in a step of that kind: notes and questions."""
+    notes: list[Any] = []
     k = writes = 0
     value = array(run, replica, 1.0)
     for each in kind:
@@ -158,7 +160,9 @@ def noted(kind: Kind, replica: int, run: int) -> tuple[Note, ...]:
                 notes.append(notes_write(k, writes, value, variable=writes % 3 + 1, op="assign_add"))
                 writes += 1
             continue
-        if isinstance(each, str):
+        if each in ("reduce", "gather"):
+            notes.append(reduces(k, value) if each == "reduce" else gathers(k, value))
+        elif isinstance(each, str):
             notes.append(assigns(k, scalar(1.0) if each == "misfit" else value, ASSIGNED[each]))
         else:
             notes.append(applies(k, replica, run, *each))
@@ -189,7 +193,7 @@ class Two:
         self.short, self.long = Engine(self.config, self.store), Engine(self.config, self.other_store)
         self.long._captured.hear = lambda event, now: None  # type: ignore[method-assign]  # it never captures one
         self.now = 100.0
-        self.under_way: list[int] = []
+        self.under_way: list[Finished | Computed] = []
         self.heard: list[Received] = []
         self.incarnations = [1] * replicas
         self.requests = count(20)
@@ -217,12 +221,19 @@ class Two:
         commands = handled(lambda each: self.short.handle(each, self.now), event)
         others = handled(lambda each: self.long.handle(each, self.now), event)
         assert [*map(uncounted, commands)] == [*map(uncounted, others)]
-        begun = [command.ticket for command in commands if isinstance(command, Commit)]
+        begun = [self.outcome(command) for command in commands if isinstance(command, Commit | Compute)]
         self.under_way += begun
         is_return = isinstance(event, Received) and isinstance(event.record, Return)
         if begun or (is_return and commands):  # what the next server would know
             self.compare(*self.successor())
         return commands
+
+    def outcome(self, command: Commit | Compute) -> Finished | Computed:
+        """What the server says when it has carried out a command."""
+        if isinstance(command, Commit):
+            return Finished(command.ticket)
+        assert len(command.components) == self.replicas
+        return Computed(command.ticket, tuple(array(command.ticket) for _ in command.components[0]), None)
 
     def successor(self) -> tuple[Engine, ControlMemory]:
         """A server in the place of the one with the short way, and its store."""
@@ -238,7 +249,7 @@ class Two:
     def settle(self) -> list[Command]:
         commands: list[Command] = []
         while self.under_way:
-            commands += self.hear(Finished(self.under_way.pop(0)))
+            commands += self.hear(self.under_way.pop(0))
         return commands
 
     def said(self, replica: int, kind: Kind, series: int, trouble: str = "", client: str = "c") -> Received:

@@ -170,7 +170,11 @@ def _sets_of(server: State, points: list[ApplyPoint]) -> list[int | None]:
 def compute(server: State, ticket: int) -> Compute:
     """The command for a computation. It is the same however often it is asked for."""
     computation = server.tables.computations[ticket]
-    points = [server.tables.points[computation.run, replica, computation.k] for replica in server.replicas]
+    return combine(ticket, [server.tables.points[computation.run, r, computation.k] for r in server.replicas])
+
+
+def combine(ticket: int, points: Sequence[Point]) -> Compute:
+    """The command that computes the answer to an all_reduce or all_gather, of which ``points`` are by replica."""
     arrays = tuple(point.arrays for point in points if isinstance(point, ReducePoint | GatherPoint))
     first = points[0]
     if isinstance(first, GatherPoint):

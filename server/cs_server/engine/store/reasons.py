@@ -29,7 +29,7 @@ FIRST, COMBINED, MERGE_CALL, READ, NUMBER, CREATED, LARGE, AFTER, SLOW, UNQUIET,
 
 WORDS = (
     "the first gradients for a set of variables",
-    "all_reduce or all_gather in a replica",
+    "all_reduce or all_gather of more than 64 KiB in a replica",
     "merge_call in a replica, or a run inside it",
     "a replica read a variable or an optimizer that it had updated",
     "several replicas assigned a Python number",

@@ -305,8 +305,8 @@ class Departure(_Row):
 
 @record(218)
 class CapturedStep(_Row):
-    """A step that the other tables do not have yet: its messages as they came, and when. It is the ``count``-th of
-    those of its kind. The steps of the account with the number ``account`` follow it; 0: none do."""
+    """A step that the other tables do not have yet: its messages, with the answers to questions, and when they came. It
+    is the ``count``-th of its kind. The steps of the account with the number ``account`` follow it; 0: none do."""
 
     count: int
     since: tuple[float, ...]
@@ -398,9 +398,12 @@ class Table(dict[K, V]):
         if key in self:
             del self[key]
 
-    def load(self, key: K, value: V) -> None:
-        """Take over an entry of the store."""
-        super().__setitem__(key, value)
+    def load(self, key: K, value: V | None) -> None:
+        """Take over an entry of the store, or that it has none."""
+        if value is None:
+            self.pop(key, None)
+        else:
+            super().__setitem__(key, value)
 
     @property
     def is_changed(self) -> bool:
@@ -430,10 +433,7 @@ class Table(dict[K, V]):
     def rollback(self) -> bool:
         """Forget the changes of the current event. Return whether the store lacks earlier changes."""
         for key, value in self._before.items():
-            if value is None:
-                self.pop(key, None)
-            else:
-                super().__setitem__(key, value)
+            self.load(key, value)
         self._before.clear()
         return bool(self._stored)
 
@@ -508,7 +508,7 @@ class Tables:
         for table in self._changed:
             letter = table.letter
             for key, value in table.changes():
-                changes[letter + _pack_key(key)] = None if value is None else _pack(value)
+                changes[letter + _pack_key(key)] = _pack(value)
         packed_tally = codec.pack(list(vars(self.tally).values()))
         if packed_tally != self._stored_tally:
             changes[_TALLY] = packed_tally
@@ -520,8 +520,8 @@ class Tables:
             table.accept()
         self._changed.clear()
 
-    def write_captured(self, steps: Mapping[tuple[int, int], CapturedStep]) -> None:
-        """Write steps by place, without the changes. Raises ControlFull; then nothing is written."""
+    def write_captured(self, steps: Mapping[tuple[int, int], CapturedStep | None]) -> None:
+        """Write steps by place, or forget them, without the changes. Raises ControlFull; then nothing is written."""
         self._control.write({self.captured.letter + _pack_key(place): _pack(step) for place, step in steps.items()})
         for place, step in steps.items():
             self.captured.load(place, step)
@@ -572,8 +572,8 @@ _pack_key = msgpack.Packer().pack
 _LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28, 1 << 48)
 
 
-def _pack(value: Record) -> bytes:
-    return joined(codec.encode(value, _LIMITS))
+def _pack(value: Record | None) -> bytes | None:
+    return None if value is None else joined(codec.encode(value, _LIMITS))
 
 
 def joined(parts: Sequence[Buffer]) -> bytes:
