@@ -7,12 +7,14 @@ raises :class:`PeerProtocolError` here, and no other error: this is the only pla
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgpack
 
+from .descriptors import Array
 from .errors import LocalProtocolError, PeerProtocolError
 from .frozen import fields_of, frozen
 from .messages import ApplyPoint, Return, Run, Value  # the module fills the table of records
@@ -204,8 +206,10 @@ class Decoder:
     """Decodes messages like :func:`decode`, and caches those of a step.
 
     The message of a step differs from the message of an earlier step only in the number of the run, in the pickled
-    arguments or the result, and, in a Run, in the step. So the decoder compares all other bytes with the cached
-    message and does not decode them again.
+    arguments or the result, and, in a Run, in the step and in the bytes of its frames. So the decoder compares all
+    other bytes with the cached message and does not decode them again. Arguments and sparse gradients of the same sizes
+    lie at the same places again when their part of the arena is used again; if the sizes differ from step to step, few
+    messages are cached.
     """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
@@ -213,6 +217,8 @@ class Decoder:
         #: By the beginning of the message: the bytes between the numbers and the changing bytes, the bytes after the
         #: changing ones (None if those are not part of the header), and the record; the latest first.
         self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run]]] = {each: [] for each in _BEGINNINGS}
+        # How many messages with arrays came since one was the same as a cached message.
+        self._vain = 0
 
     def decode(self, parts: Sequence[Buffer]) -> Record:
         """The record in ``parts``. Raises :class:`PeerProtocolError` as :func:`decode`."""
@@ -231,21 +237,56 @@ class Decoder:
                 at = start + len(between)
                 if behind is None:
                     if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
+                        self._vain = 0
                         return altered(known, run=(number,), step=step, arguments=Frame(parts[1]))
-                elif len(parts) == 1 and at < (last := len(header) - len(behind)) and header.endswith(behind):
+                elif at < (last := len(header) - len(behind)) and header.endswith(behind):
                     first = at + (2 if header[at] == _BYTES else 3)
                     length = int.from_bytes(header[at + 1 : first], "big")
                     if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
-                        if type(known) is Run:
-                            return altered(known, run=(number,), step=step, arguments=header[first:last])
-                        return altered(known, run=(number,), value=Value(header[first:last], ()))
+                        if type(known) is Return and len(parts) == 1:
+                            self._vain = 0
+                            return altered(known, run=(number,), value=Value(header[first:last], ()))
+                        if type(known) is Run and (buffers := _buffers(known, parts, self._limits)) is not None:
+                            self._vain = 0
+                            arguments = header[first:last]
+                            return altered(known, run=(number,), step=step, arguments=arguments, buffers=buffers)
         record = decode(parts, self._limits)
-        rest = _rest(record) if len(header) <= _KNOWN_NBYTES else None
+        rest = _rest(record) if len(header) <= _KNOWN_NBYTES and self._may_repeat(record) else None
         if rest is not None:
             between, body, behind, known = rest
             if header[start:] == between + body + (behind or b""):  # only our own encoding
                 self._known[header[:3]] = [(between, behind, known), *entries[: _KNOWN - 1]]
         return record
+
+    def _may_repeat(self, record: Record) -> bool:
+        """Whether a message like this one is worth being cached."""
+        if not _has_arrays(record):
+            return True
+        self._vain += 1
+        return self._vain <= _KNOWN or self._vain % _KNOWN == 0
+
+
+def _has_arrays(record: Record) -> bool:
+    """Whether it says where arrays lie, which may be different in every step."""
+    if type(record) is Run:
+        return bool(record.buffers)
+    notes = record.notes if type(record) is Return else ()
+    return any(type(note) is ApplyPoint and any(update.sparse for update in note.updates) for note in notes)
+
+
+def _buffers(known: Run, parts: Sequence[Buffer], limits: Limits) -> tuple[Array, ...] | None:
+    """The buffers of a Run like a cached one, whose frames are these parts; None if the frames do not fit."""
+    if len(parts) == 1 and not known.buffers:
+        return ()
+    frames = deque(parts[1:])
+    made = []
+    for array in known.buffers:
+        if type(array.place) is Frame:
+            if not frames or (frame := Frame(frames.popleft())).nbytes != array.nbytes:
+                return None
+            array = altered(array, place=frame)
+        made.append(array)
+    return None if frames or _fault(len(parts[0]), parts[1:], limits) else tuple(made)
 
 
 def _has_room(frame: Buffer, limits: Limits) -> bool:
@@ -256,24 +297,31 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
     """The encoding of a message after the number of its run: the bytes before the changing ones, the changing ones, the
     bytes after them; and the record without them. None if more of the message changes from step to step."""
     if type(record) is Return and record.value is not None and not record.value.arrays and not record.changes:
-        if any(type(note) is not ApplyPoint or any(u.sparse for u in note.updates) for note in record.notes):
+        if any(type(note) is not ApplyPoint for note in record.notes):
             return None
-        wire: Any = record.to_wire([])
+        frames: list[Buffer] = []
+        wire: Any = record.to_wire(frames)
+        if frames:
+            return None
         _, _, *before, (code, body, arrays), error, series, lookahead, client, changes = wire
         between = b"".join(map(pack, before)) + b"\x93" + pack(code)
         behind = b"".join(map(pack, (arrays, error, series, lookahead, client, changes)))
         return between, pack(body), behind, altered(record, value=None)
-    if type(record) is Run and not (record.function or record.buffers or record.held or record.changes):
+    if type(record) is Run and not (record.function or record.held or record.changes):
         wire = record.to_wire([])
         _, _, _, *before, arguments, buffers, series, lookahead, held, name, changes = wire
         between = b"".join(map(pack, before))
         behind = b"".join(map(pack, (buffers, series, lookahead, held, name, changes)))
-        known = altered(record, arguments=b"")
+        known = altered(record, arguments=b"", buffers=tuple(map(_without_bytes, record.buffers)))
         if type(record.arguments) is bytes:
             return between, pack(arguments), behind, known
-        if type(record.arguments) is Frame:
+        if type(record.arguments) is Frame and not any(type(array.place) is Frame for array in record.buffers):
             return between + pack(arguments) + behind, b"", None, known
     return None
+
+
+def _without_bytes(array: Array) -> Array:
+    return altered(array, place=Frame(b"")) if type(array.place) is Frame else array
 
 
 def _count(limit: int) -> Callable[[object], object]:

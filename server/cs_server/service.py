@@ -45,6 +45,7 @@ from cs_proto.messages import (
     Kill,
     Locate,
     MadeProgress,
+    Note,
     Offer,
     Put,
     Refused,
@@ -109,6 +110,8 @@ _UNREAD = 1
 # so many seconds, it was sent before the answer arrived, and is ignored.
 _LARGE_NBYTES = 64 << 10
 _REPEATED_WITHIN = 2.0
+# The notes of so many Returns of each worker are remembered.
+_CHECKED = 32
 _QUESTIONS = (Get, Describe, DescribeSlots, Fetch, Locate, Statistics)
 
 
@@ -144,6 +147,8 @@ class Service:
         self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed)
         # By worker, the Return to which its marks refer.
         self._bases: dict[bytes, Return] = {}
+        # By worker, notes whose arrays lie where they may. The decoder finds the same ones again.
+        self._checked: dict[bytes, deque[tuple[Note, ...]]] = {}
         # The message that was sent last. Its receivers are woken when all of them have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._unsent = Unsent(self._put)
@@ -230,6 +235,7 @@ class Service:
             for received in self._channel.forget(peer):  # mail that it posted before
                 yield from self._events(received)
             self._bases.pop(peer, None)
+            self._checked.pop(peer, None)
         yield ProcessDied(record) if isinstance(record, Died) else ClientLeft(record.client)
 
     def _events(self, received: channel.Received) -> Iterator[Event]:
@@ -314,6 +320,9 @@ class Service:
     def _check_places(self, peer: bytes, record: Record) -> None:
         """Raise PeerProtocolError if an array of ``record`` lies in a segment that ``peer`` may not write, or outside
         of every segment: a commit that reads the array must not fail."""
+        notes = record.notes if type(record) is Return and record.value and not record.value.arrays else ()
+        if notes and any(notes is each for each in self._checked.get(peer, ())):
+            return  # a segment keeps its writer, and becomes no shorter
         located = [array for array in arrays_of(record) if isinstance(array.place, Location)]
         if not located:
             return
@@ -332,6 +341,8 @@ class Service:
                 raise
             except CentralStorageError as error:
                 raise PeerProtocolError(str(error)) from error
+        if notes:
+            self._checked.setdefault(peer, deque(maxlen=_CHECKED)).append(notes)
 
     def _settle(self, events: Iterable[Event]) -> None:
         """Have the engine hear ``events`` and all that follows from them."""

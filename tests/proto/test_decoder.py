@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs_proto import codec
-from cs_proto.arrays import Array, Location, array_of
+from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.codec import Decoder, Limits, decode, encode
 from cs_proto.errors import PeerProtocolError
-from cs_proto.messages import ApplyPoint, OptimizerUpdate, Return, Run, Value
+from cs_proto.messages import ApplyPoint, OptimizerUpdate, Return, Run, SparseGradient, Value
 from cs_proto.records import Frame, Record, replace
 
 UPDATES = (OptimizerUpdate(1, 1, ()), OptimizerUpdate(2, 2, ()))
@@ -20,10 +20,26 @@ FIRST = Return((5,), 0, 1, (ApplyPoint(0, "train.py:12", UPDATES, 0),), 1, Value
 
 RUN = Run((5,), 5, 0, 7, bytes(16), None, True, b"pickle", (), 2, 2, name="module.step")
 
+
+def brought(offset: int) -> Return:
+    """A return with rows at a place in an arena."""
+    values, rows = Location("arena/0", offset), Location("arena/0", offset + 64)
+    gradient = SparseGradient(3, Array("float32", (2, 4), values), Array("int64", (2,), rows))
+    return replace(FIRST, notes=(ApplyPoint(0, "train.py:12", (OptimizerUpdate(1, 1, (), (gradient,)),), 0),))
+
+
+ROWS_IN_FRAMES = ApplyPoint(
+    0,
+    "train.py:12",
+    (OptimizerUpdate(1, 1, (), (SparseGradient(3, array_of(np.ones((1, 4))), array_of(np.array([7]))),)),),
+    0,
+)
+
 RETURN = bytes(encode(FIRST)[0][:3])
 
 FRAMED = (array_of(np.array(1.0)),)
 LOCATED = (Array("float32", (2,), Location("arena/0", 64)),)
+BYTES = (bytes_array(b"0123"),)
 
 
 def read(decoded: object, parts: list[bytes]) -> Record | str:
@@ -45,12 +61,14 @@ def messages(draw: st.DrawFn) -> list[bytes]:
         FIRST,
         run=(number,),
         replica=draw(st.integers(0, 1)),
-        notes=() if draw(st.booleans()) else FIRST.notes,
+        notes=draw(st.sampled_from([(), FIRST.notes, brought(64).notes, brought(4096).notes, (ROWS_IN_FRAMES,)])),
         value=Value(draw(st.binary(max_size=8) | st.just(bytes(300))), draw(st.sampled_from([(), FRAMED, LOCATED]))),
         series=draw(st.sampled_from([0, 2])),
     )
     step = draw(st.sampled_from([0, 1, 2, 127, 128, 300, 1 << 20, 1 << 40]))
-    run = replace(RUN, run=(number,), step=step, arguments=pickled, held=held, series=draw(st.sampled_from([0, 2])))
+    buffers = draw(st.sampled_from([(), LOCATED, BYTES, (*BYTES, *LOCATED, *BYTES)]))
+    series = draw(st.sampled_from([0, 2]))
+    run = replace(RUN, run=(number,), step=step, arguments=pickled, buffers=buffers, held=held, series=series)
     header, *frames = [bytes(part) for part in encode(draw(st.sampled_from([returned, run])))]
     at = draw(st.integers(0, len(header) - 1))
     new = draw(st.sampled_from([b"", b"\x00", b"\xc4", b"\xff", header[at : at + 1] * 2]))
@@ -62,7 +80,8 @@ def messages(draw: st.DrawFn) -> list[bytes]:
 @given(st.lists(messages(), max_size=40))
 def test_what_is_known_again_is_what_was_sent(said: list[list[bytes]]) -> None:
     decoder = Decoder()
-    for parts in [encode(FIRST), encode(RUN), encode(replace(RUN, arguments=Frame(b""))), *said]:
+    framed = replace(RUN, arguments=Frame(b""))
+    for parts in [*map(encode, [FIRST, brought(64), RUN, replace(RUN, buffers=BYTES), framed]), *said]:
         assert read(decoder.decode, parts) == read(decode, parts)
 
 
@@ -75,6 +94,31 @@ def test_of_a_return_that_is_known_again_nothing_else_is_read(monkeypatch: pytes
         assert decoder.decode(encode(again)) == again
 
 
+def test_of_rows_in_parts_of_an_arena_that_are_used_in_turn_nothing_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = Decoder()
+    first = [decoder.decode(encode(brought(offset))) for offset in (0, 4096, 8192)]
+    monkeypatch.setattr(codec, "decode", None)
+    for run, before in enumerate(first * 2, 8):
+        assert isinstance(before, Return)
+        again = decoder.decode(encode(replace(before, run=(run,), value=Value(b"other", ()))))
+        assert again == replace(before, run=(run,), value=Value(b"other", ()))
+        assert isinstance(again, Return)
+        assert again.notes is before.notes  # so that places are checked once
+
+
+def test_rows_that_always_lie_elsewhere_displace_few_messages_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, run = Decoder(), encode(FIRST)
+    for step in range(200):
+        decoder.decode(encode(brought(64 * step)))
+    decoder.decode(run)
+    for step in range(200, 600):
+        decoder.decode(encode(brought(64 * step)))
+    monkeypatch.setattr(codec, "decode", None)
+    assert decoder.decode(run) == FIRST
+
+
 @pytest.mark.parametrize("kind", [bytes, Frame])
 def test_of_a_run_that_is_known_again_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     decoder = Decoder()
@@ -83,6 +127,19 @@ def test_of_a_run_that_is_known_again_nothing_else_is_read(monkeypatch: pytest.M
     for run, pickled in ((6, b""), (200, b"a"), (70_000, bytes(255)), (1 << 31, bytes(4096))):
         again = replace(RUN, run=(run,), step=run // 3, arguments=kind(pickled))
         assert decoder.decode(encode(again)) == again
+
+
+def test_of_a_run_with_buffers_only_their_bytes_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder()
+    decoder.decode(encode(replace(RUN, buffers=(*BYTES, *LOCATED))))
+    with monkeypatch.context() as patched:
+        patched.setattr(codec, "decode", None)
+        again = replace(RUN, run=(6,), step=6, arguments=b"other", buffers=(bytes_array(b"abcd"), *LOCATED))
+        assert decoder.decode(encode(again)) == again
+    header, frame = encode(replace(RUN, run=(7,), buffers=(*BYTES, *LOCATED)))
+    for frames in ([], [bytes(frame)[:3]], [frame, frame]):
+        assert read(decoder.decode, [header, *frames]) == read(decode, [header, *frames])  # type: ignore[list-item]
+        assert isinstance(read(decoder.decode, [header, *frames]), str)  # type: ignore[list-item]
 
 
 def test_a_frame_that_is_too_large_is_refused_also_when_its_run_is_known_again() -> None:

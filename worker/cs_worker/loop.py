@@ -218,9 +218,10 @@ class Loop:
         if self._ready is not None and self._ready.run is run:
             return
         pickled, arguments = run.arguments.data if isinstance(run.arguments, Frame) else run.arguments, None
-        if not run.buffers and not isinstance(pickled, Array) and are_plain(pickled):
+        is_here = all(isinstance(array.place, Frame) for array in run.buffers)
+        if is_here and not isinstance(pickled, Array) and are_plain(pickled):
             with suppress(Exception):  # it comes again when the step has begun
-                arguments = load_arguments(pickled, [], self._shop.catalogue.resolve)
+                arguments = load_arguments(pickled, list(map(self._buffer, run.buffers)), self._shop.catalogue.resolve)
         self._ready = self._made_ready(run, None, arguments)
 
     def _made_ready(self, run: Run, outer: Replica | None, arguments: _Arguments | None = None) -> _Ready:
