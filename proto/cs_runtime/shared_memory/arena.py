@@ -30,6 +30,8 @@ _ALIGNMENT = 64
 # An arena keeps this much of its freed pages, or as much as it used last if that is more. It gives the others back, so
 # that one large value does not cost memory for ever.
 _KEEP_NBYTES = 64 << 20
+# The descriptors of so many arrays are kept.
+_KNOWN = 1024
 
 
 class Arena:
@@ -52,6 +54,8 @@ class Arena:
         self._touched = [_pages(0, used)] if used else []  # the pages that take memory
         # By address and size. The source is kept alive, so that no other array gets its address.
         self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
+        # By dtype, shape and offset: what a step places comes again in later steps.
+        self._known: dict[tuple[str, tuple[int, ...], int], Array] = {}
 
     def place(self, value: np.ndarray) -> Array:
         """A descriptor of ``value``. Small values travel in a frame, large ones are copied into the arena, once."""
@@ -68,7 +72,8 @@ class Arena:
         return target
 
     def put_all(self, values: Sequence[np.ndarray]) -> list[Array]:
-        """Copies of these arrays in one piece of the arena, none of which has pages of its own. Raises
+        """Copies of these arrays in one piece of the arena, none of which has pages of its own. For arrays like earlier
+        ones, at the same places, the descriptors are the same objects while they are kept. Raises
         :class:`MemoryPlanError` as :meth:`new` does."""
         if not values:
             return []
@@ -80,9 +85,19 @@ class Arena:
         assert isinstance(whole, Location)
         assert self._mapping is not None
         for value, start in zip(values, starts, strict=True):
-            placed.append(Array(value.dtype.name, value.shape, Location(whole.segment, whole.offset + start)))
+            placed.append(self._described(value.dtype.name, value.shape, whole.offset + start))
             self._mapping.write(placed[-1], value)
         return placed
+
+    def _described(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+        key = (dtype, shape, offset)
+        array = self._known.get(key)
+        if array is None:
+            assert self._mapping is not None
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            array = self._known[key] = Array(dtype, shape, Location(self._mapping.name, offset))
+        return array
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
         """Room for an array. A large array begins on a new page, so that a reader can hold the pages of this array

@@ -63,6 +63,21 @@ def test_many_values_lie_in_one_piece() -> None:
     assert Arena(lambda: pytest.fail("the segment was opened")).put_all([]) == []
 
 
+def test_arrays_of_the_same_kind_at_the_same_place_have_one_descriptor() -> None:
+    made = arena()
+    (first,) = made.put_all([np.zeros(3, np.float32)])
+    made.reset()
+    (again,) = made.put_all([np.ones(3, np.float32)])
+    assert again is first
+    assert made.view(again).tolist() == [1, 1, 1]
+    made.reset()
+    for other in (np.ones(3, np.int32), np.ones((3, 1), np.float32), np.ones(4, np.float32)):
+        (placed,) = made.put_all([other])
+        made.reset()
+        assert placed != first
+        np.testing.assert_array_equal(made.view(placed), other, strict=True)
+
+
 def test_what_is_shared_again_is_placed_once() -> None:
     made = arena()
     data, other = np.zeros(INLINE_NBYTES), np.zeros(INLINE_NBYTES)

@@ -451,6 +451,23 @@ def test_sparse_gradients_lie_in_the_arena_in_the_order_of_variables(alone: Serv
     assert three.indices.dtype == "int64"
 
 
+def test_sparse_gradients_of_equal_sizes_lie_where_those_of_an_earlier_run_lay(alone: Service) -> None:
+    optimizer, v = Model(alone).known()
+    places = []
+    for values in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 7.0], [8.0, 9.0]):
+        rows = np.arange(len(values))[::-1] % 2
+        alone.run(lambda: optimizer.apply_gradients([(cs.IndexedSlices(F32(values), rows), v)]))  # noqa: B023
+        returned = alone.returned()
+        (point,) = returned.notes
+        assert isinstance(point, messages.ApplyPoint)
+        assert (point.k, returned.count, len(point.updates)) == (0, 1, 1)
+        (gradient,) = point.updates[0].sparse
+        assert (alone.copy(gradient.values).tolist(), alone.copy(gradient.indices).tolist()) == (values, rows.tolist())
+        places.append(gradient)
+    first, same, longer, again = places
+    assert first == same == again != longer
+
+
 @pytest.mark.parametrize("how", ["buffers", "apply"])
 def test_integers_have_no_gradients(alone: Service, how: str) -> None:
     optimizer: Any = Sent("optimizer", alone.add_optimizer())

@@ -8,6 +8,7 @@ user's function nor sockets.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -230,14 +231,23 @@ class Replica:
         self._refuse_after_failure()
         dense = [pair for group in groups for pair in group.dense]
         buffers = self.buffers.fill(dense, self._commit) if dense else 0
-        parts = []
+        named = []
         for optimizer, pairs, triples in groups:
-            triples = sorted(triples, key=lambda triple: triple[2])
-            placed = iter(self._placed([array for values, indices, _ in triples for array in (values, indices)]))
-            rows = tuple([messages.SparseGradient(number, next(placed), next(placed)) for *_, number in triples])
-            numbers = Numbers([number for *_, number in pairs] + [number for *_, number in triples])
-            parts.append((optimizer, numbers, rows))
-        self._bring_apply(parts, buffers, combining, site)
+            triples = sorted(triples, key=operator.itemgetter(2))
+            placed = self._placed([array for values, indices, _ in triples for array in (values, indices)])
+            dense_numbers, sparse_numbers = [number for *_, number in pairs], [number for *_, number in triples]
+            named.append((optimizer, tuple(dense_numbers), tuple(sparse_numbers), placed))
+        # The arena gives the same descriptor for the same place, and a known point keeps those in its key alive.
+        ids = tuple([(*each, tuple(map(id, placed))) for *each, placed in named])
+        known, key = self._shop.applies, (self.count, site, ids, buffers, combining)
+        point = known.get(key)
+        if point is None:
+            parts = [(optimizer, Numbers(d + s), _gradients(s, placed)) for optimizer, d, s, placed in named]
+            self._learn(key, self._bring_apply(parts, buffers, combining, site))
+        else:
+            self._note(point)
+            self._written = self._written.union(*[numbers for _, *both, _ in named for numbers in both])
+            self._stepped.update([optimizer for optimizer, *_ in named])
         if dense:
             self.buffers.note()
 
@@ -259,17 +269,21 @@ class Replica:
         point = known.get(key)
         if point is None:
             parts = [(*each, ()) for each in numbers.divided(counts)]
-            point = self._bring_apply(parts, self.buffers.current, combining, site)
-            if not point.needs_answer:  # else it does not have the number of the set
-                if len(known) >= _APPLIES:
-                    known.clear()
-                known[key] = point
+            self._learn(key, self._bring_apply(parts, self.buffers.current, combining, site))
         else:
             self._note(point)
             self._written = self._written.union(numbers.members)
             self._stepped.update([optimizer for optimizer, _ in counts])
         self.buffers.note()
         return True
+
+    def _learn(self, key: tuple[object, ...], point: messages.ApplyPoint) -> None:
+        """Keep an apply for later runs."""
+        known = self._shop.applies
+        if not point.needs_answer:  # else it does not have the number of the set
+            if len(known) >= _APPLIES:
+                known.clear()
+            known[key] = point
 
     def _bring_apply(
         self,
@@ -569,3 +583,8 @@ class Replica:
         """Raise again, without a question, what has ended the run as a whole."""
         if self._failed is not None:
             raise to_exception(self._failed, self._shop.catalogue.copy, self._shop.catalogue.resolve)
+
+
+def _gradients(numbers: Sequence[int], placed: Sequence[Array]) -> tuple[messages.SparseGradient, ...]:
+    """The sparse gradients of these variables, whose values and indices take turns in ``placed``."""
+    return tuple(map(messages.SparseGradient, numbers, placed[::2], placed[1::2]))

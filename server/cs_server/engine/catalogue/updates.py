@@ -13,6 +13,7 @@ from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY, counts
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import with_changes
 from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate
 from cs_proto.ranges import merged
 from cs_proto.records import replace
@@ -180,10 +181,12 @@ def _update(
             )
             for dtype, rule, ranges, _ in parts
         )
-        known = server.index.dense[key] = made, tuple(groups.index(group) if groups else 0 for *_, group in parts)
-    dense, places = known
+        places = tuple(groups.index(group) if groups else 0 for *_, group in parts)
+        by_rows = tuple(_rows(server, optimizer, member) for member in sparse)
+        known = server.index.dense[key] = made, places, by_rows
+    dense, places, by_rows = known
     rows = []
-    for member in sparse:
+    for member, rows_of in zip(sparse, by_rows, strict=True):
         gradients: list[tuple[Array, Array | None]]
         if member in brought:
             found = [each.sparse[brought[member]] for each in given]
@@ -191,12 +194,13 @@ def _update(
         else:
             array = variables.row(server, member).array
             gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
-        rows.append(_rows(server, optimizer, member, tuple(gradients)))
+        rows.append(with_changes(rows_of, gradients=tuple(gradients)))
     counts = [t + more[place] for place in (*places, *map(updated.index, sparse))] if more else ()
     return Update(optimizer.rule, _at(step, optimizer, hyperparameters), t, dense, tuple(rows), counts=tuple(counts))
 
 
-def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tuple[Array, Array | None], ...]) -> Rows:
+def _rows(server: State, optimizer: Optimizer, number: int) -> Rows:
+    """The rows of a variable, without gradients."""
     variable = variables.row(server, number)
     spec, shape = variable.spec, variable.spec.shape or (1,)
     return Rows(
@@ -205,7 +209,7 @@ def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tup
         shape=(shape[0], math.prod(shape[1:])),
         parameters=variable.place.segment,
         slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
-        gradients=gradients,
+        gradients=(),
         rule=_rule_of(optimizer, spec.name),
     )
 

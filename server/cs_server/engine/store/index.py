@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cs_server.events import Dense
+from cs_server.events import Dense, Rows
 
 from .counts import Counts
 from .tables import Tables, VariableSet
@@ -38,10 +38,11 @@ class Index:
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         #: The sparse variables in a variable set.
         self.sparse_of: dict[int, tuple[int, ...]] = {}
-        #: The dense part of an apply, and for each of its parts the place in ``variables`` of one variable: by set,
-        #: sparse variables, whether gradients are clipped, buffers, exempt names, and groups of variables with equal
-        #: counts. It changes only with the names of variables, since variables do not move.
-        self.dense: dict[tuple[Any, ...], tuple[tuple[Dense, ...], tuple[int, ...]]] = {}
+        #: The dense part of an apply, for each of its parts the place in ``variables`` of one variable, and the rows
+        #: of the sparse variables without gradients: by set, sparse variables, whether gradients are clipped, buffers,
+        #: exempt names, and groups of variables with equal counts. It changes only with the names of variables, since
+        #: variables do not move.
+        self.dense: dict[tuple[Any, ...], tuple[tuple[Dense, ...], tuple[int, ...], tuple[Rows, ...]]] = {}
         #: Sets, by number, of which no two have a variable in common.
         self.apart: set[tuple[int, ...]] = set()
         self.counts = Counts(self._tables)
