@@ -122,7 +122,7 @@ class Executor:
 
     def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
         """What `commit` would do with these operations, as instructions of a program, with the numbers of this step;
-        None if they are not all small updates of dense variables by compiled kernels, without any clipping.
+        None if they are not all updates of dense variables by compiled kernels, without any clipping.
 
         For operations on the same places it returns the same object, with their numbers: so a program of it must have
         run before. After many others it makes another one, of which the program must be made anew.
@@ -131,6 +131,7 @@ class Executor:
 
     def close(self) -> None:
         """End the threads."""
+        self._prepared.close()
         if self._pool is not None:
             self._pool.shutdown()
 

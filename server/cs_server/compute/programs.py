@@ -23,7 +23,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_runtime import failpoints
 from cs_runtime.failpoints import failpoint
 
-from . import object_loader
+from . import helpers, object_loader
 
 __all__ = ["WORDS_PER_INSTRUCTION", "Instruction", "Op", "Program", "code", "compiled"]
 
@@ -44,6 +44,11 @@ class Op(IntEnum):
     CALL = 5
     """Call the function at ``a`` with the words at ``b``, as `object_loader.Bound.call` has them. A status other than 0
     ends the program with an error."""
+    HAND = 6
+    """Hand the helper at ``a`` a call: at ``b`` are the addresses of the function and of its words, as in CALL."""
+    JOIN = 7
+    """Wait until the call that the helper at ``a`` was handed last is done, or make it, if the helper has not begun. A
+    status other than 0 ends the program with an error."""
 
 
 Instruction: TypeAlias = tuple[Op, int, int, int]
@@ -109,15 +114,16 @@ class Program:
 
 def _check(number: int, instruction: Instruction) -> None:
     op, a, b, c = instruction
-    spare = {Op.EQUAL: (c,), Op.ADD: (c,), Op.CALL: (c,)}
-    words = {Op.EQUAL: (a, b), Op.ADD: (a,), Op.CALL: (b,)}
+    spare = {op: {"c": c} for op in (Op.EQUAL, Op.ADD, Op.CALL, Op.HAND)} | {Op.JOIN: {"b": b, "c": c}}
+    words = {Op.ADD: (a,), Op.CALL: (b,), Op.JOIN: (a,)}
     if op not in list(Op):
         raise InvalidArgumentError(f"instruction {number}: there is no op {op}")
     name = Op(op).name
     if not all(-(1 << 63) <= operand < 1 << 64 for operand in (a, b, c)):
         raise InvalidArgumentError(f"instruction {number}: the operands of {name} have 64 bits, not {(a, b, c)}")
-    if any(spare.get(op, ())):
-        raise InvalidArgumentError(f"instruction {number}: {name} has no operand c, but {c} is given")
+    for operand, given in spare.get(op, {}).items():
+        if given:
+            raise InvalidArgumentError(f"instruction {number}: {name} has no operand {operand}, but {given} is given")
     for address in words.get(op, (a, b)):
         if address <= 0 or address % _WORD_NBYTES:
             raise InvalidArgumentError(f"instruction {number}: {name} has {address} as the address of a word")
@@ -155,6 +161,11 @@ def _carried_out(op: int, a: int, b: int, c: int) -> bool:
         case Op.CALL:
             if status := object_loader.call(a, b):
                 raise _failure(status)
+        case Op.HAND:
+            helpers.hand(a, b)
+        case Op.JOIN:
+            if status := helpers.join(a):
+                raise _failure(status)
         case _:
             raise _failure(_UNKNOWN)
     return True
@@ -168,7 +179,7 @@ def compiled() -> object_loader.Bind:
 
 def code() -> str:
     """The same function in LLVM's language."""
-    return _CODE.format(symbol=object_loader.SYMBOL, unequal=_UNEQUAL, unknown=_UNKNOWN)
+    return helpers.DECLARATIONS + _CODE.format(symbol=object_loader.SYMBOL, unequal=_UNEQUAL, unknown=_UNKNOWN)
 
 
 # A program is called as a kernel is, and calls kernels so.
@@ -201,6 +212,8 @@ read:
     i64 3, label %invert
     i64 4, label %copy
     i64 5, label %call
+    i64 6, label %hand
+    i64 7, label %join
   ]
 done:
   %following = getelementptr i64, ptr %instruction, i64 4
@@ -245,13 +258,21 @@ call:
   %status = call i32 %target(ptr %result, ptr %raised, ptr %source)
   %is.good = icmp eq i32 %status, 0
   br i1 %is.good, label %done, label %failed
+hand:
+  call void @hand(ptr %target, ptr %source)
+  br label %done
+join:
+  %joined = call i32 @join(ptr %target, ptr %result, ptr %raised)
+  %is.joined = icmp eq i32 %joined, 0
+  br i1 %is.joined, label %done, label %failed
 
 ended:
   ret i32 0
 unequal:
   ret i32 {unequal}
 failed:
-  ret i32 %status
+  %reason = phi i32 [ %status, %call ], [ %joined, %join ]
+  ret i32 %reason
 unknown:
   ret i32 {unknown}
 }}

@@ -171,7 +171,8 @@ class Undo:
         #: Noted in one phase and read in those that follow it, also by the next server: what they overwrite cannot be
         #: computed again.
         self.numbers: NDArray[np.float64] = head[_NUMBERS_AT:].view(np.float64)
-        self._limit = min(lanes, LANES)
+        #: The most lanes of a commit that begins.
+        self.limit = min(lanes, LANES)
         self._phase = self._ticket = 0
         self._lanes: dict[int, Lane] = {}
 
@@ -190,7 +191,7 @@ class Undo:
         """Begin a commit, or continue it. Tickets grow from 1 and are never reused."""
         self._ticket, self._phase = ticket, 0
         if self._memory is None or self.begun != ticket:
-            _say(self._head, _COUNT, self._limit)
+            _say(self._head, _COUNT, self.limit)
             _say(self._head, _TAG, self._tag)
 
     def is_done(self, ticket: int) -> bool:
@@ -234,14 +235,15 @@ class Undo:
 
 
 class Stores:
-    """The stores of `Undo` and `Lane` in a commit with one lane, in the same order, as instructions of a program.
+    """The stores of `Undo` and `Lane` in a commit, in the same order, as instructions of a program.
 
-    Only a commit that nobody has begun may be carried out so: another one may have more lanes, and its finished phases
+    Only a commit that nobody has begun may be carried out so: another one may have other lanes, and its finished phases
     must be skipped. The program takes the ticket from words of this object.
     """
 
-    def __init__(self, undo: Undo) -> None:
-        self._undo, self._lane = undo, undo.lane_outside(0)
+    def __init__(self, undo: Undo, lanes: int) -> None:
+        """The commit has so many lanes."""
+        self._undo, self._lanes = undo, lanes
         #: The ticket, the tag of its first phase, and 0.
         self._given = np.zeros(3, np.int64)
         self._words = self._given.data
@@ -255,11 +257,12 @@ class Stores:
 
     def begin(self) -> list[Instruction]:
         """As `Undo.begin`, which a new server with other lanes continues with this one."""
-        return [self._set(self._undo.head, _COUNT, self._zero, 1), self._set(self._undo.head, _TAG, self._tag, 0)]
+        head = self._undo.head
+        return [self._set(head, _COUNT, self._zero, self._lanes), self._set(head, _TAG, self._tag, 0)]
 
-    def enter(self, phase: int) -> list[Instruction]:
-        """As `Lane.enter`. Phases count from 0."""
-        line = self._lane.line
+    def enter(self, phase: int, which: int) -> list[Instruction]:
+        """As `Lane.enter`, for the lane with this number. Phases count from 0."""
+        line = self._undo.lane_outside(which).line
         if not len(line):
             return []
         inverted = (Op.INVERT, _address(line, _LANE_TAG), self._tag, phase)

@@ -51,14 +51,16 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 class Twins:
     """The same memory twice: over the one commits are prepared, over the other they are not."""
 
-    def __init__(self, make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], has_undo: bool = True) -> None:
+    def __init__(
+        self, make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], has_undo: bool = True, threads: int = 1
+    ) -> None:
         self.memories = []
         self.undos = [np.zeros(UNDO_NBYTES, np.uint8) if has_undo else None for _ in range(2)]
         for _ in range(2):
             memory, self.operations = make()
             self.memories.append(memory)
         self.executors = [
-            Executor(memory, 1, undo=undo) for memory, undo in zip(self.memories, self.undos, strict=True)
+            Executor(memory, threads, undo=undo) for memory, undo in zip(self.memories, self.undos, strict=True)
         ]
         self.tickets = 0
 
@@ -76,8 +78,18 @@ class Twins:
         for name, segment in self.memories[0].segments.items():
             assert segment.tobytes() == self.memories[1].segments[name].tobytes(), name
         if self.undos[0] is not None and self.undos[1] is not None:
-            own, other = (undo[: used_nbytes(2)].tobytes() for undo in self.undos if undo is not None)
+            own, other = (undo[: used_nbytes(4)].tobytes() for undo in self.undos if undo is not None)
             assert own == other
+
+    def close(self) -> None:
+        for each in self.executors:
+            each.close()
+
+
+@pytest.fixture
+def spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prepared commit has as many lanes as there are threads."""
+    monkeypatch.setattr(prepared, "_ELEMENTS_OF_ONE_LANE", 0)
 
 
 def prepared_of(arithmetic: Executor, operations: tuple[Operation, ...]) -> Prepared:
@@ -145,6 +157,20 @@ def test_several_operations(has_undo: bool) -> None:
     assert [arithmetic.has_done(twins.tickets) for arithmetic in twins.executors] == [True, True]
 
 
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize("has_undo", [True, False])
+def test_several_lanes(has_undo: bool) -> None:
+    twins = Twins(several, has_undo, threads=3)
+    first = twins.step()
+    ops = [instruction[0] for instruction in first.instructions]
+    assert [ops.count(op) for op in (Op.CALL, Op.HAND, Op.JOIN)] == [2, 4, 4]
+    operations = twins.operations
+    for _ in range(20):
+        operations = next_of(operations)
+        assert twins.step(operations) is first
+    twins.close()
+
+
 def test_weights_are_those_of_the_step() -> None:
     twins = Twins(lambda: dense("adam", "float32"))
     weighted = twins.step(next_of(twins.operations, weights=(0.5, 2.0)))
@@ -173,9 +199,8 @@ def test_what_is_not_prepared() -> None:
     by_reference, power = dense("ftrl_power", "float32")
     more = memory.segments
     more |= tables.segments | by_reference.segments | more
-    more |= {"half": np.ones(200, np.float16), "long": np.ones((1 << 19) + 1, np.float32)}
+    more |= {"half": np.ones(200, np.float16)}
     more |= {f"{name}_half": np.ones(200, np.float16) for name in "mvg"}
-    more |= {f"{name}_long": np.ones((1 << 19) + 1, np.float32) for name in "mvg"}
     arithmetic = Executor(memory, 1, undo=np.zeros(UNDO_NBYTES, np.uint8))
     (first,) = operations
     assert isinstance(first, Apply)
@@ -183,8 +208,6 @@ def test_what_is_not_prepared() -> None:
     assert isinstance(rows, Apply)
     given = first.updates[0].hyperparameters
     of_halves = Dense("float16", ((0, 200),), "half", ("m_half", "v_half"), ("g_half",))
-    size = 1 << 19
-    fitting = Dense("float32", ((0, size),), "long", ("m_long", "v_long"), ("g_long",))
     for not_prepared in (
         (add,),
         (first, add),
@@ -196,14 +219,22 @@ def test_what_is_not_prepared() -> None:
         (first, rows),
         changed(operations, rule="lamb"),
         changed(operations, dense=(of_halves,)),
-        changed(operations, dense=(with_changes(fitting, ranges=((0, size + 1),)),)),
-        (*changed(operations, dense=(fitting,)), first),
         power,
     ):
         assert arithmetic.prepare(not_prepared) is None
         assert arithmetic.prepare(not_prepared) is None
-    assert arithmetic.prepare(changed(operations, dense=(fitting,))) is not None
     assert arithmetic.prepare(operations) is not None
+
+
+def test_only_more_elements_than_one_lane_takes_are_spread() -> None:
+    size = 1 << 19
+    memory = Bytes(**{name: np.ones(size + 1, np.float32) for name in "wg"})
+    arithmetic = Executor(memory, 2)
+    for count, is_spread in ((size, False), (size + 1, True)):
+        part = Dense("float32", ((0, count),), "w", (), ("g",))
+        found = prepared_of(arithmetic, (Apply((Update("sgd", tuple(GIVEN.items()), 1, (part,)),)),))
+        assert [each[0] for each in found.instructions].count(Op.HAND) == is_spread
+    arithmetic.close()
 
 
 def test_only_the_last_prepared_commits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +299,12 @@ def run_until(server: Server, command: Commit, left: int | None) -> int:
     return fuse.count
 
 
+@pytest.mark.parametrize("elements_of_one_lane", [1 << 19, 0])
 @pytest.mark.parametrize("make", [lambda: dense("adam", "float32"), lambda: dense("sgd", "float64"), several])
-def test_cut_anywhere_it_is_ended_by_the_next_server(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]]) -> None:
+def test_cut_anywhere_it_is_ended_by_the_next_server(
+    make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], elements_of_one_lane: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_ELEMENTS_OF_ONE_LANE", elements_of_one_lane)
     memory, operations = make()
     command = Commit(7, operations)
     untouched = {name: segment.copy() for name, segment in memory.segments.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -17,6 +18,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_runtime import failpoints
 from cs_runtime.failpoints import FailpointError, failpoints_of
 from cs_server.compute import object_loader, programs
+from cs_server.compute.helpers import Helper
 from cs_server.compute.programs import WORDS_PER_INSTRUCTION, Instruction, Op, Program
 
 WORDS = 8
@@ -127,6 +129,89 @@ def test_a_kernel_that_fails_ends_a_program(run: Callable[[Program], bool]) -> N
     assert memory.words.tolist() == [1]
 
 
+class Helpers:
+    """Programs that hand a call to a helper."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.helper = Helper()
+        self.memory = memory
+        self.called_by: list[int] = []
+
+    def program(self, call: Callable[..., int]) -> Program:
+        def noted(*words: int) -> int:
+            self.called_by.append(threading.get_native_id())
+            return call(*words)
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(noted)
+        handed = np.array([ctypes.cast(function, ctypes.c_void_p).value, self.memory.at(0)], np.int64)
+        at = self.helper.address
+        return Program(
+            [
+                (Op.HAND, at, handed.ctypes.data, 0),
+                (Op.ADD, self.memory.at(1), 1, 0),
+                (Op.JOIN, at, 0, 0),
+                (Op.MOVE, self.memory.at(2), self.memory.at(0), 0),
+            ],
+            [function, handed, self.memory],
+        )
+
+
+@pytest.fixture
+def helpers() -> Iterator[Helpers]:
+    made = Helpers(Memory([0, 0, 0]))
+    try:
+        yield made
+    finally:
+        made.helper.close()
+        made.helper.close()
+
+
+@ways
+def test_what_is_handed_to_a_helper_is_called_once_before_it_is_joined(
+    run: Callable[[Program], bool], helpers: Helpers
+) -> None:
+    def count(*_: int) -> int:
+        helpers.memory.words[0] += 1
+        return 0
+
+    program = helpers.program(count)
+    for number in range(1, 301):
+        assert run(program)
+        assert helpers.memory.words.tolist() == [number] * 3
+    assert len(helpers.called_by) == 300
+
+
+@ways
+def test_a_call_of_a_helper_that_fails_ends_a_program(run: Callable[[Program], bool], helpers: Helpers) -> None:
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        run(helpers.program(lambda *_: 3))
+    assert helpers.memory.words.tolist() == [0, 1, 0]
+
+
+def test_a_helper_makes_the_calls_of_a_program_that_is_busy(helpers: Helpers) -> None:
+    begun = threading.Event()
+    at = helpers.helper.address
+    program = helpers.program(lambda *_: begun.set() or 0)
+    wait = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(lambda *_: not begun.wait(60))
+    words = program.words.tolist()
+    own = (Op.CALL, ctypes.cast(wait, ctypes.c_void_p).value, helpers.memory.at(0), 0)
+    assert Program([(Op.HAND, at, words[2], 0), own, (Op.JOIN, at, 0, 0)], [program, wait]).run()
+    assert helpers.called_by != [threading.get_native_id()]
+
+
+def test_a_program_makes_the_call_itself_where_the_helper_does_not_run() -> None:
+    memory = Memory([0, 0, 0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: None)
+        patch.setattr(threading.Thread, "join", lambda _: None)
+        helpers = Helpers(memory)
+        program = helpers.program(lambda *_: 0)
+        for _ in range(3):
+            assert program.run()
+        helpers.helper.close()
+    assert helpers.called_by == [threading.get_native_id()] * 3
+
+
 @ways
 def test_an_op_that_was_overwritten_ends_a_program(run: Callable[[Program], bool]) -> None:
     memory = Memory([0, 0])
@@ -140,7 +225,7 @@ def test_an_op_that_was_overwritten_ends_a_program(run: Callable[[Program], bool
 @pytest.mark.parametrize(
     ("instruction", "said"),
     [
-        ((6, 8, 8, 0), "there is no op 6"),
+        ((8, 8, 8, 0), "there is no op 8"),
         ((Op.EQUAL, 8, 8, 1), "EQUAL has no operand c, but 1 is given"),
         ((Op.ADD, 8, 8, 1), "ADD has no operand c"),
         ((Op.CALL, 8, 8, 1), "CALL has no operand c"),
@@ -153,6 +238,10 @@ def test_an_op_that_was_overwritten_ends_a_program(run: Callable[[Program], bool
         ((Op.COPY, 8, 16, -8), "COPY takes whole words, not -8 bytes"),
         ((Op.CALL, 0, 8, 0), "CALL has 0 as the address of a function"),
         ((Op.CALL, 5, 4, 0), "CALL has 4 as the address of a word"),
+        ((Op.HAND, 8, 8, 1), "HAND has no operand c"),
+        ((Op.HAND, 8, 4, 0), "HAND has 4 as the address of a word"),
+        ((Op.JOIN, 8, 1, 0), "JOIN has no operand b"),
+        ((Op.JOIN, 4, 0, 0), "JOIN has 4 as the address of a word"),
         ((Op.ADD, 8, 1 << 64, 0), "the operands of ADD have 64 bits"),
     ],
 )
