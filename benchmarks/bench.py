@@ -1,6 +1,6 @@
 """What the service costs on this machine, beside what a user would pick instead, measured in the same run.
 
-    make bench          everything, at least five rounds, below 40 minutes; results.json, results.svg and highlights.svg
+    make bench          everything, at least five rounds, below 40 minutes; results.json and the charts
     make bench-quick    the service and the floors, about two minutes; tables only
 
 All peers take turns, round by round, so that whatever else the machine does hits all of them. ``works.py`` says what is
@@ -33,6 +33,7 @@ import memory
 import numpy as np
 import parts
 import report
+import timeline
 from report import Goal
 from sklearn.datasets import load_digits
 from works import DIGITS, EMPTY, FIRST_STEP, MANY, WORKS, Embedding, Read
@@ -337,6 +338,8 @@ def main() -> None:
         shown = [work for work in options.works or parts.SHOWN if work in WORKS]
         print(f"\n{parts.table(OWN[0], bench, shown)}")
     elif rows:
+        if set(timeline.SHOWN) <= set(works):
+            timeline.write(OWN[0], bench, options.results)
         print(f"\nwritten to {options.results}/results.json and its charts")
     print("\n" + "\n".join(bench.times(started)))
     if bench.failures:

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ PARTS = {
     ("server", "decided"): "merge: decide, write down",
     ("server", "committed"): "commit",
     ("server", "sent"): "encode, send (server)",
+    ("server", "prepared"): "next step prepared",
 }
 SCRIPT = {
     ("client", "begun"): "between runs (script)",
@@ -70,14 +71,21 @@ def table(peer: Peer, bench: Bench, works: Iterable[str]) -> str:
     for work in works:
         if work == FIRST_STEP:
             continue
-        with tempfile.TemporaryDirectory() as directory:
-            os.environ["CS_MOMENTS"] = directory
-            bench.run(peer, {work: STEPS})
-            del os.environ["CS_MOMENTS"]
-            if bench.failures:
-                return ""
-            shown += ["", *lines(work, left_in(Path(directory)), _is_ahead(work))]
+        left = recorded(peer, bench, work)
+        if left is None:
+            return ""
+        shown += ["", *lines(work, left, is_ahead(work))]
     return "\n".join(shown).strip("\n")
+
+
+def recorded(peer: Peer, bench: Bench, work: str) -> list[tuple[str, Moments]] | None:
+    """The moments of every process of ``peer`` at a work, by role. None where ``bench`` notes that something failed."""
+    known = len(bench.failures)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["CS_MOMENTS"] = directory
+        bench.run(peer, {work: STEPS})
+        del os.environ["CS_MOMENTS"]
+        return left_in(Path(directory)) if len(bench.failures) == known else None
 
 
 def left_in(directory: Path) -> list[tuple[str, Moments]]:
@@ -89,14 +97,17 @@ def left_in(directory: Path) -> list[tuple[str, Moments]]:
     return found
 
 
-def lines(work: str, left: list[tuple[str, Moments]], is_ahead: bool, steps: int = STEPS) -> list[str]:
-    """The table of the last ``steps`` of one work, from the moments of every process, by role."""
+def bounds(left: Sequence[tuple[str, Moments]], is_ahead: bool, steps: int) -> list[tuple[int, int]]:
+    """Between which moments the last ``steps`` lie."""
     if is_ahead:
-        bounds = [*pairwise(_whens(left, "server", "committed")[-steps - 1 :])]
-    else:
-        begun, over = (_whens(left, "client", name)[-steps:] for name in ("begun", "over"))
-        bounds = [*zip(begun, over, strict=True)]
-    taken = [_step(left, first, last) for first, last in bounds]
+        return [*pairwise(_whens(left, "server", "committed")[-steps - 1 :])]
+    begun, over = (_whens(left, "client", name)[-steps:] for name in ("begun", "over"))
+    return [*zip(begun, over, strict=True)]
+
+
+def lines(work: str, left: Sequence[tuple[str, Moments]], is_ahead: bool, steps: int = STEPS) -> list[str]:
+    """The table of the last ``steps`` of one work, from the moments of every process, by role."""
+    taken = [_step(left, first, last) for first, last in bounds(left, is_ahead, steps)]
     script, wakes = [*SCRIPT.values()], [*WAKES.values()]
     parts = [*PARTS.values(), *wakes[2:]] if is_ahead else [*script[:3], *PARTS.values(), *script[3:], *wakes[:3]]
     shown = [f"{'parts of ' + work:<32}{'median':>10}", *_medians([*parts, "all"], taken)]
@@ -107,12 +118,13 @@ def lines(work: str, left: list[tuple[str, Moments]], is_ahead: bool, steps: int
     return shown
 
 
-def _is_ahead(work: str) -> bool:
+def is_ahead(work: str) -> bool:
+    """Whether the script is ahead of its steps."""
     kind = WORKS[work]
     return kind.is_ahead if isinstance(kind, Digits) else isinstance(kind, Apply | Embedding)
 
 
-def _whens(left: list[tuple[str, Moments]], role: str, name: str) -> list[int]:
+def _whens(left: Sequence[tuple[str, Moments]], role: str, name: str) -> list[int]:
     return [when for each, moments in left if each == role for noted, when in moments if noted == name]
 
 
@@ -121,7 +133,7 @@ def _medians(parts: Iterable[str], steps: list[Step]) -> list[str]:
     return [f"  {part:<30}{report.shown(statistics.median(each)):>10}" for part, each in found if each]
 
 
-def _step(left: list[tuple[str, Moments]], first: int, last: int) -> Step:
+def _step(left: Sequence[tuple[str, Moments]], first: int, last: int) -> Step:
     """What lies between two moments."""
     longest: Counter[str] = Counter({"all": last - first})
     sent: dict[str, list[int]] = {}

@@ -378,6 +378,63 @@ def test_where_the_script_is_ahead_a_step_lies_between_two_commits(benchmark: An
     }
 
 
+def test_the_typical_step_of_a_program_is_drawn(benchmark: Any) -> None:
+    import timeline
+
+    length = 200_000
+
+    def times(moments: list[tuple[str, int, int]], steps: int) -> list[tuple[str, int]]:
+        # In every second step the commit takes 20 microseconds longer, and the third one goes without a program.
+        return [
+            ("decided" if (name, step) == ("found", 2) else name, step * length + (when + late * (step % 2)) * 1000)
+            for step in range(steps)
+            for name, when, late in moments
+        ]
+
+    server = [("found", 90, 0), ("committed", 120, 20), ("sent", 150, 0), ("prepared", 160, 0)]
+    worker = [("found", 10, 0), ("decoded", 20, 0), ("called", 30, 0), ("returned", 70, 0), ("sent", 80, 0)]
+    client = [("begun", 0, 0), ("pickled", 5, 0), ("sent", 8, 0), ("woken", 152, 0), ("decoded", 155, 0)]
+    client += [("over", 170, 0)]
+    left = [("server", times(server, 5)), ("worker", times(worker, 5)), ("worker", times(worker, 5))]
+    left.append(("client", times(client, 5)))
+    step = timeline.typical("digits", left, is_ahead=False, steps=5)
+    assert step.nanoseconds == 170_000
+    lanes = {lane: [block for block in step.blocks if block.lane == lane] for lane in ("script", "worker 1", "server")}
+    assert [(block.label, block.begin) for block in lanes["script"]] == [
+        ("pickle check 5", 0),
+        ("encode, send 3", 5_000),
+        ("decode 3", 152_000),
+        ("result 15", 155_000),
+    ]
+    assert [block.part for block in lanes["worker 1"]] == [
+        "decode",
+        "arguments, seeds",
+        "function",
+        "result, encode, send",
+    ]
+    assert [block.label for block in lanes["server"]] in (
+        ["commit 30", "encode, send 30", "next step prepared 10"],
+        ["commit 50", "encode, send 10", "next step prepared 10"],
+    )
+    drawing = ElementTree.fromstring(timeline.drawing([step]))
+    namespace = {"": "http://www.w3.org/2000/svg"}
+    blocks = [rect for rect in drawing.iterfind("rect", namespace) if "block" in rect.get("class", "")]
+    assert len(blocks) == len(step.blocks)
+    assert sum(float(rect.get("width", "")) for rect in blocks) == pytest.approx(
+        timeline.WIDTH * sum(block.end - block.begin for block in step.blocks) / step.nanoseconds, abs=1
+    )
+    said = [text.text for text in drawing.iterfind("text", namespace)]
+    assert {block.label for block in step.blocks} | {"script", "worker 0", "worker 1", "server"} <= {*said}
+
+
+def test_steps_without_a_program_are_not_drawn(benchmark: Any) -> None:
+    import timeline
+
+    server = [(name, step * 100 + when) for step in range(5) for name, when in [("decided", 10), ("committed", 20)]]
+    with pytest.raises(ValueError, match="sgd-1MB: a program has carried out 0 of 4 steps"):
+        timeline.typical("sgd-1MB", [("server", server)], is_ahead=True, steps=4)
+
+
 def parts_of(work: str, length: int, **moments: list[list[tuple[str, int]]]) -> dict[str, str]:
     """The two columns that are shown of processes which do the same in every step, of so many µs."""
     import parts  # found when benchmarks/ is on the path

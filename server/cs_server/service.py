@@ -201,6 +201,7 @@ class Service:
         _moment("sent")
         self._carry_out(self._engine.passed(time.monotonic()))
         self._prepare_step()
+        _moment("prepared")
 
     def _next_events(self) -> Iterator[Event]:
         """The next events: what arrived over any way, and the tick if it is due. A malformed message is refused at once
