@@ -5,7 +5,8 @@
 
 All peers take turns, round by round, so that whatever else the machine does hits all of them. ``works.py`` says what is
 measured, ``peers/`` how each peer does it; a trial whose result is not that of NumPy counts for nothing. The model
-``dlrm`` is measured by ``bench_models.py``. Goals stand beside what was reached; they do not change the exit status.
+``dlrm`` is measured by ``bench_models.py``, and trainings by ``trainings.py``. Goals stand beside what was reached;
+they do not change the exit status.
 Carry ratios to other machines, never milliseconds.
 """
 
@@ -69,6 +70,7 @@ SMALLER = tuple(name for name in ALL if name != LARGEST)
 NO_READS = tuple(name for name in ALL if not isinstance(WORKS[name], Read))
 NO_READS_SMALLER = tuple(name for name in NO_READS if name != LARGEST)
 WHOLE_MODELS = ("dlrm",)  # of `bench_models`, which has programs and goals of its own
+TRAININGS = ("training-quick-start", "training-dlrm")  # of `trainings`, which has goals of its own, too
 RECOVERY = ("digits", "digits-many-steps", "adam-1MB", "adam-16MB", "adam-100MB", "adam-400MB")
 RESTARTS = ("digits", "adam-16MB")  # that a worker may die
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -305,12 +307,30 @@ def measure_model(bench: Bench, model: str, rounds: int, machine: dict[str, Any]
         bench.failures.append(f"{model} failed: {error}")
 
 
+def measure_training(bench: Bench, work: str, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Let `trainings` measure a training. Return the goals and what else is to be said; ``bench`` notes whether that
+    failed."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "trainings.py"), "--json", "--rounds", str(rounds)]
+    command += ["--trainings", work.removeprefix("training-")]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
+    except subprocess.CalledProcessError as error:
+        bench.failures.append(f"{work} failed: {error}:\n    " + "\n    ".join(error.stderr.strip().splitlines()[-5:]))
+        return [], []
+    except subprocess.TimeoutExpired as error:
+        bench.failures.append(f"{work} failed: {error}")
+        return [], []
+    said = json.loads(ended.stdout.splitlines()[-1])
+    bench.figures |= {(work, side): seconds for side, seconds in said["seconds"].items()}
+    return said["goals"], said["lines"]
+
+
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="rounds that count (default: 5, which are the fewest; quick: 1)")
     parser.add_argument("--quick", action="store_true", help="the service and the floors, nothing written")
-    names = (*WORKS, *WHOLE_MODELS)
+    names = (*WORKS, *WHOLE_MODELS, *TRAININGS)
     parser.add_argument("--works", nargs="+", choices=names, metavar="WORK", help=f"only these of: {' '.join(names)}")
     parser.add_argument("--results", type=Path, default=HERE, help="the directory of results.json and the charts")
     options = parser.parse_args()
@@ -325,14 +345,19 @@ def main() -> None:
     bench.measure(peers, works, rounds)
     for model in (name for name in works if name in WHOLE_MODELS):
         measure_model(bench, model, rounds, machine)
+    trained, said = [], []
+    for work in (name for name in works if name in TRAININGS):
+        goals, lines = measure_training(bench, work, rounds)
+        trained += goals
+        said += lines
     rows = report.rows_of(bench.figures)
-    goals = verdicts(rows, works)
+    goals = [*verdicts(rows, works), *trained]
     if rows and not options.quick:
         report.save(rows, goals, machine, options.results)
     print(f"\nmedian and spread of {rounds} rounds; one step, one read or one start; / ours: times our median")
     print(report.table(rows))
     if goals:
-        print(f"\n{report.goals_table(goals)}")
+        print("\n".join(["", report.goals_table(goals), *said]))
     print(f"\n{memory.table()}")
     if options.quick:
         shown = [work for work in options.works or parts.SHOWN if work in WORKS]

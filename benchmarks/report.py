@@ -37,14 +37,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio that is wanted at a work. ``>=`` is the figure of ``other`` divided by that of the service, and ``<=`` is
-    that of the service divided by that of ``other``, which is a program or another work of the service."""
+    """A ratio that is wanted at a work. ``>=`` is the figure of ``other`` divided by that of ``ours``, and ``<=`` is
+    that of ``ours`` divided by that of ``other``, which is a program or another work of the service."""
 
     work: str
     sign: Literal[">=", "<="]
     bound: float
     other: str
     what: str = "seconds"
+    ours: str = OURS
 
     def ratio(self, ours: float, others: float) -> float:
         """What is compared with the bound."""
@@ -60,7 +61,7 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
     """For people: a line for each goal."""
     lines = [f"{'goals':<60}{'wanted':>10}{'reached':>10}"]
     for goal in verdicts:
-        sides = (goal["other"], OURS) if goal["sign"] == ">=" else (OURS, goal["other"])
+        sides = (goal["other"], goal["ours"]) if goal["sign"] == ">=" else (goal["ours"], goal["other"])
         figure = "" if goal["what"] == "seconds" else f", {goal['what']}"
         wanted = f"{goal['sign']} {goal['bound']:.2f}"
         reached = "" if goal["reached"] is None else f"{goal['reached']:.2f}"

@@ -219,6 +219,26 @@ def test_a_model_that_fails_is_named(benchmark: Any, monkeypatch: pytest.MonkeyP
     assert bench.failures == ["dlrm failed: hogwild has ended with status 1"]
 
 
+def test_a_training_that_fails_is_named(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benchmark.bench.Bench()
+    monkeypatch.setattr(benchmark.bench, "HERE", Path("nowhere"))  # has no program
+    assert benchmark.bench.measure_training(bench, "training-dlrm", 5) == ([], [])
+    [failure] = bench.failures
+    assert failure.startswith("training-dlrm failed: ")
+    assert "No such file" in failure
+    assert bench.figures == {}
+
+
+def test_a_training_brings_rows_and_goals(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = {"seconds": {"central-storage": [1e-3]}, "goals": [{"work": "w"}], "lines": ["  not captured: 1"]}
+    (tmp_path / "trainings.py").write_text(f"import sys; print(sys.argv[1:]); print({json.dumps(json.dumps(said))})")
+    bench = benchmark.bench.Bench()
+    monkeypatch.setattr(benchmark.bench, "HERE", tmp_path)
+    assert benchmark.bench.measure_training(bench, "training-dlrm", 5) == (said["goals"], said["lines"])
+    assert bench.figures == {("training-dlrm", "central-storage"): [1e-3]}
+    assert not bench.failures
+
+
 def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> None:
     report = benchmark.report
     highlight = report.rows_of({("adam-400MB", "central-storage"): [1e-1, 2e-1]})
