@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 from cs_proto.frozen import frozen
 
-__all__ = ["FAILPOINTS", "IS_SET", "FailpointError", "failpoint", "failpoints_of"]
+__all__ = ["FAILPOINTS", "STOPS_IN_PROGRAMS", "FailpointError", "failpoint", "failpoints_of"]
 
 #: Every place, by the role whose process reaches it.
 FAILPOINTS = (
@@ -136,8 +136,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-#: Whether the environment sets any: then Python does, one by one, what compiled code would do in one call.
-IS_SET = bool(os.environ.get("CS_FAILPOINTS"))
+#: Whether the environment sets "server.pass": then Python does, one by one, what compiled code would do in one call.
+STOPS_IN_PROGRAMS = any(name in os.environ.get("CS_FAILPOINTS", "") for name in ("server.pass", "*="))
 
 if spec := os.environ.get("CS_FAILPOINTS"):
     failpoint = failpoints_of(spec, os.environ.get("CS_FAILPOINTS_DIR", ""), os.environ.get("RANK", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 
@@ -26,8 +27,9 @@ def train(rng: random.Random, updates: int, faults: Faults, on_updates: Callable
     """Make about ``updates`` updates while messages are lost; what is wrong with the variables, in words."""
     steps = -(-updates // UPDATES)
     found: list[str] = []
+    seed, mailboxes = rng.getrandbits(32), rng.random() < 0.5 and os.environ.get("CS_MAILBOXES") != "off"
     with (
-        lossy_service(rng.getrandbits(32), faults, mailboxes=rng.random() < 0.5) as network,
+        lossy_service(seed, faults, mailboxes=mailboxes) as network,
         cs.CentralStorageStrategy(["cpu:0"] * REPLICAS, in_process=True) as strategy,
     ):
         with strategy.scope():

@@ -3,6 +3,10 @@
     python -m tests.soak.run                                  everything; goes on where it was interrupted
     python -m tests.soak.run --promise P1 --promise P2        some of it
     python -m tests.soak.run --promise P1 --seed 17 --trials 20   one session, which is how a failure is looked at
+    python -m tests.soak.run --way zeromq                     everything, without mailboxes
+
+``--way`` says how steps go. ``program`` is the way of users: a program carries out the steps that repeat. With
+``messages`` there is no program, and with ``zeromq`` there are no mailboxes either.
 
 Sessions run apart, each by the last of these commands. First come those beside which nothing else may run, then one
 more at once than there are processors, since each waits now and then, and beside them one that mostly waits. What took
@@ -10,9 +14,9 @@ longer than it should, but came, may be the fault of a busy machine: such a sess
 nothing beside it, which decides. A session that did not come to its end by a fault of its own is none: it is named,
 and others are tried in its place.
 
-What has been done is in ``build/soak.json``, and belongs to the code it was done with: after a change of the packages
-it begins anew, unless ``--keep`` says that the change does not matter. The table names the commits; it is the one of
-docs/reliability.md.
+What has been done is in ``build/soak.json``, or ``build/soak-WAY.json``, and belongs to the code it was done with:
+after a change of the packages it begins anew, unless ``--keep`` says that the change does not matter. The table names
+the commits; it is the one of docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from typing import Any
 from tests.harness.processes import MARK, ROOT, marked, reap
 from tests.soak.bound import upper_bound
 from tests.soak.promises import PROMISES, Attempt, Promise
-from tests.soak.sessions import session
+from tests.soak.sessions import WAYS, session, way_of
 
 __all__ = ["main"]
 
@@ -83,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Try; the exit code is 1 where a promise was violated."""
     options = _parser().parse_args(arguments)
     names = options.promise or list(PROMISES)
+    os.environ |= way_of(options.way)
     before = {number: signal.signal(number, _interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     _own_directory()
     try:
@@ -90,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
             _compile()
         if options.seed is not None:
             return _one(PROMISES[names[0]], options.seed, options.trials, options.tell)
-        soak = _Soak(names, options.trials, {} if options.fresh else _load(options.keep))
+        soak = _Soak(names, options.trials, options.way, {} if options.fresh else _load(options.way, options.keep))
         return soak.run(options.jobs)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -140,7 +145,7 @@ def _apart(promise: Promise, seed: int, trials: int, on_done: Callable[[int], No
     attempt = Attempt(seed, trials)
     with (
         subprocess.Popen(
-            [sys.executable, "-m", "tests.soak.run", *_options_of(promise, seed, trials), "--tell"],
+            [sys.executable, "-m", "tests.soak.run", *_options_of(promise, seed, trials, soak.way), "--tell"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -171,15 +176,17 @@ def _apart(promise: Promise, seed: int, trials: int, on_done: Callable[[int], No
     return attempt
 
 
-def _options_of(promise: Promise, seed: int, trials: int) -> list[str]:
-    return ["--promise", promise.name, "--seed", str(seed), "--trials", str(trials)]
+def _options_of(promise: Promise, seed: int, trials: int, way: str) -> list[str]:
+    said = [] if way == "program" else ["--way", way]
+    return ["--promise", promise.name, "--seed", str(seed), "--trials", str(trials), *said]
 
 
 class _Soak:
     """Sessions, several at once. What they find is put together under a lock."""
 
-    def __init__(self, names: list[str], trials: int | None, tallies: dict[str, Tally]) -> None:
+    def __init__(self, names: list[str], trials: int | None, way: str, tallies: dict[str, Tally]) -> None:
         self._names = names
+        self.way = way
         self._wanted = {name: PROMISES[name].long if trials is None else trials for name in names}
         self._tallies = {name: tallies.get(name, Tally()) for name in PROMISES}
         self._lock = threading.Lock()
@@ -199,7 +206,7 @@ class _Soak:
         except KeyboardInterrupt:
             self.is_interrupted = True
         _clear()
-        print(_table(self._tallies, self._names))
+        print(_table(self._tallies, self._names, self.way))
         minutes = (time.monotonic() - begun) / 60
         print(f"\n{minutes:.0f} minutes on {os.cpu_count()} processors, {jobs} sessions at once", file=sys.stderr)
         bad = any(self._tallies[name].violated or self._tallies[name].broken for name in self._names)
@@ -254,7 +261,7 @@ class _Soak:
                 self._tell("NOT JUDGED", promise, seed, trials, [broken])
             else:
                 self._judge(attempt, promise, trials, again)
-            _save(self._tallies)
+            _save(self._tallies, self.way)
             if not sys.stderr.isatty():
                 took = f"{promise.name}: {trials} {promise.trial} in {time.monotonic() - begun:.0f} s"
                 print(f"{took}, {tally.tried} of {self._wanted[promise.name]}", file=sys.stderr)
@@ -273,7 +280,7 @@ class _Soak:
         tally.commits += [_commit()] * (_commit() not in tally.commits)
         if attempt.violations or (again and attempt.late):
             tally.violated += 1
-            tally.failures.append(_command(promise, seed, trials))
+            tally.failures.append(_command(promise, seed, trials, self.way))
             self._tell("VIOLATED", promise, seed, trials, attempt.violations or attempt.late)
         elif again:
             tally.in_time.append((seed, trials))
@@ -283,7 +290,7 @@ class _Soak:
 
     def _tell(self, what: str, promise: Promise, seed: int, trials: int, lines: Sequence[str]) -> None:
         _clear()
-        print(f"{what}: {_command(promise, seed, trials)}", *lines, sep="\n", flush=True)
+        print(f"{what}: {_command(promise, seed, trials, self.way)}", *lines, sep="\n", flush=True)
 
     def _next(self, beside: str) -> tuple[Promise, int, int] | None:
         """A session of the promise of which the least is done: interrupted, something is known of each."""
@@ -312,8 +319,8 @@ class _Soak:
         _bar(promise, tally.tried + under_way, self._wanted[promise.name], tally)
 
 
-def _command(promise: Promise, seed: int, trials: int) -> str:
-    return " ".join(["python -m tests.soak.run", *_options_of(promise, seed, trials)])
+def _command(promise: Promise, seed: int, trials: int, way: str) -> str:
+    return " ".join(["python -m tests.soak.run", *_options_of(promise, seed, trials, way)])
 
 
 def _bar(promise: Promise, done: int, wanted: int, tally: Tally) -> None:
@@ -332,7 +339,7 @@ def _clear() -> None:
         print("\r\x1b[K", end="", file=sys.stderr)
 
 
-def _table(tallies: Mapping[str, Tally], names: list[str]) -> str:
+def _table(tallies: Mapping[str, Tally], names: list[str], way: str) -> str:
     """One line a promise, and one for the histories of all; violated sessions count as one violation each, whatever
     went wrong in them. ``took`` is the time of all sessions together, of which several run at once."""
     rows = [("promise", "tried", "violated", "late", "rate below (95 %)", "longest halt", "took", "at commit")]
@@ -365,11 +372,13 @@ def _table(tallies: Mapping[str, Tally], names: list[str]) -> str:
         promise, tally = PROMISES[name], tallies[name]
         lines += tally.measured
         lines += [f"violated: {command}" for command in tally.failures]
-        lines += [f"late, and not tried again yet: {_command(promise, *session)}" for session in tally.late]
+        lines += [f"late, and not tried again yet: {_command(promise, *session, way)}" for session in tally.late]
         lines += [
-            f"late, and in time when tried again alone: {_command(promise, *session)}" for session in tally.in_time
+            f"late, and in time when tried again alone: {_command(promise, *session, way)}" for session in tally.in_time
         ]
-        lines += [f"did not come to its end, and counts for nothing: {_command(promise, *it)}" for it in tally.broken]
+        lines += [
+            f"did not come to its end, and counts for nothing: {_command(promise, *it, way)}" for it in tally.broken
+        ]
     return "\n".join(lines)
 
 
@@ -393,10 +402,14 @@ def _commit() -> str:
     return said.stdout.strip()
 
 
-def _load(keeps: bool) -> dict[str, Tally]:
-    if not STATE.exists():
+def _state(way: str) -> Path:
+    return STATE if way == "program" else STATE.with_stem(f"{STATE.stem}-{way}")
+
+
+def _load(way: str, keeps: bool) -> dict[str, Tally]:
+    if not _state(way).exists():
         return {}
-    state = json.loads(STATE.read_text())
+    state = json.loads(_state(way).read_text())
     if state["code"] != _code() and not keeps:
         print("the packages have changed since the last trials: beginning anew", file=sys.stderr)
         return {}
@@ -408,12 +421,13 @@ def _load(keeps: bool) -> dict[str, Tally]:
     return tallies
 
 
-def _save(tallies: Mapping[str, Tally]) -> None:
-    STATE.parent.mkdir(exist_ok=True)
+def _save(tallies: Mapping[str, Tally], way: str) -> None:
+    path = _state(way)
+    path.parent.mkdir(exist_ok=True)
     text = json.dumps({"code": _code(), "tallies": {name: asdict(tally) for name, tally in tallies.items()}}, indent=1)
-    fresh = STATE.with_suffix(".new")
+    fresh = path.with_suffix(".new")
     fresh.write_text(text)
-    fresh.replace(STATE)
+    fresh.replace(path)
 
 
 def _own_directory() -> None:
@@ -443,6 +457,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--promise", action="append", choices=list(PROMISES), help="only this one; may be repeated")
     parser.add_argument("--seed", type=int, help="one session of the first promise named")
     parser.add_argument("--trials", type=int, help="of each promise, or of the session")
+    parser.add_argument("--way", choices=list(WAYS), default="program", help="how steps go (default: program)")
     parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="sessions at once")
     parser.add_argument("--keep", action="store_true", help="go on although the packages have changed")
     parser.add_argument("--tell", action="store_true", help=argparse.SUPPRESS)  # what is done, as lines of JSON

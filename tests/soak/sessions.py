@@ -25,7 +25,20 @@ from tests.harness.timing import unit
 
 from cs_runtime.transport.readiness import is_readable
 
-__all__ = ["LATE", "LAUNCH", "LAUNCHER", "PATIENCE", "Late", "Session", "Stuck", "role_of", "session"]
+__all__ = [
+    "LATE",
+    "LAUNCH",
+    "LAUNCHER",
+    "PATIENCE",
+    "WAYS",
+    "Late",
+    "Session",
+    "Stuck",
+    "role_of",
+    "sabotaged",
+    "session",
+    "way_of",
+]
 
 #: How long a step may take with a restart before it, seconds; it takes about one.
 PATIENCE = 60.0
@@ -33,6 +46,22 @@ PATIENCE = 60.0
 LATE = 3
 LAUNCHER = "central_storage.launch.cli"
 LAUNCH = (sys.executable, "-m", LAUNCHER, "--devices", "cpu:0,cpu:1")
+
+
+#: How steps go: those that repeat by a program, all by messages, all by messages over ZeroMQ.
+WAYS = ("program", "messages", "zeromq")
+
+
+def sabotaged(name: str) -> dict[str, str]:
+    """The environment of processes in which ``sabotage/sitecustomize.py`` switches that off."""
+    directory, path = str(Path(__file__).with_name("sabotage")), os.environ.get("PYTHONPATH")
+    return {"CS_SABOTAGE": name, "PYTHONPATH": os.pathsep.join([directory, path] if path else [directory])}
+
+
+def way_of(way: str) -> dict[str, str]:
+    """The environment of processes whose steps go one of the :data:`WAYS`."""
+    mailboxes = {"CS_MAILBOXES": "off" if way == "zeromq" else "on"}
+    return {**mailboxes, **(sabotaged("no-program") if way == "messages" else {})}
 
 
 class Stuck(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         "P1": Promise("P1", "holds", "deaths", 25, 10, attack),
         "P2": Promise("P2", "does not", "deaths", 30, 10, breaks),
     }
-    for name in ("XDG_RUNTIME_DIR", "TMPDIR", run.MARK):
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR", "CS_MAILBOXES", run.MARK):
         monkeypatch.setenv(name, str(tmp_path))  # the command sets them for good: put back at the end
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(run, "PROMISES", promises)
@@ -69,6 +70,20 @@ def test_it_goes_on_where_it_was_interrupted(seeds: list[int]) -> None:
     assert len(seeds) == 6
     run.main(["--promise", "P1", "--trials", "10", "--fresh"])
     assert seeds[6:] == [0]
+
+
+def test_each_way_of_the_steps_has_results_of_its_own(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--promise", "P1"])
+    assert run.main(["--promise", "P2", "--way", "zeromq"]) == 1
+    assert os.environ["CS_MAILBOXES"] == "off"
+    assert capsys.readouterr().out.endswith(
+        "violated: python -m tests.soak.run --promise P2 --seed 1 --trials 10 --way zeromq\n"
+    )
+    assert json.loads(run.STATE.read_text())["tallies"]["P1"]["tried"] == 25
+    run.main(["--promise", "P1", "--way", "zeromq"])
+    assert seeds == [0, 1, 2] * 3
+    run.main(["--promise", "P1", "--seed", "0", "--way", "program"])
+    assert os.environ["CS_MAILBOXES"] == "on"
 
 
 @pytest.mark.parametrize(("late_again", "code", "says"), [(False, 0, "late, and in time when"), (True, 1, "violated:")])

@@ -91,9 +91,9 @@ class Program:
     def run(self) -> bool:
         """Carry out the instructions; False if an EQUAL ended the program. Raises RuntimeError if a kernel fails.
 
-        Where failpoints are set, Python carries them out, and passes "server.pass" after each.
+        Where the failpoint "server.pass" is set, Python carries them out, and passes it after each.
         """
-        if failpoints.IS_SET:
+        if failpoints.STOPS_IN_PROGRAMS:
             return self.run_in_python(lambda: failpoint("server.pass"))
         status = self._bound.status()
         if status == _UNEQUAL:

@@ -282,7 +282,7 @@ def test_both_ways_agree(values: list[int], given: list[Instruction]) -> None:
 def test_with_failpoints_each_instruction_is_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory([0])
     program = memory.program(*[(Op.ADD, 0, 1, 0)] * 4)
-    monkeypatch.setattr(failpoints, "IS_SET", True)
+    monkeypatch.setattr(failpoints, "STOPS_IN_PROGRAMS", True)
     monkeypatch.setattr(programs, "failpoint", failpoints_of("server.pass=raise@3"))
     with pytest.raises(FailpointError):
         program.run()

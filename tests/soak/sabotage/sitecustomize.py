@@ -2,7 +2,8 @@
 
 Python imports this module at the start of every process that finds its directory on PYTHONPATH
 (``tests/soak/test_promises.py``). ``CS_SABOTAGE`` names the guarantee. Two more names concern the programs of the soak
-itself, ``unguarded-read`` and ``naive-retry``; ``reader.py`` and ``workload.py`` look for them.
+itself, ``unguarded-read`` and ``naive-retry``; ``reader.py`` and ``workload.py`` look for them. ``no-program`` switches
+no guarantee off: the server carries out every step by messages (``tests/soak/run.py``).
 """
 
 from __future__ import annotations
@@ -74,11 +75,19 @@ def no_fence() -> None:
     sessions.check_replica = check_no_incarnation
 
 
+def no_program() -> None:
+    """No program carries out a step."""
+    from cs_server.step_program import StepProgram
+
+    StepProgram.prepare = lambda self, step, bases: False  # type: ignore[method-assign]
+
+
 SABOTAGES = {
     "no-dedup": no_dedup,
     "no-undo": no_undo,
     "replay-committed": replay_committed,
     "no-fence": no_fence,
+    "no-program": no_program,
 }
 
 if (chosen := os.environ.get("CS_SABOTAGE")) in SABOTAGES and _SERVERS & set(sys.orig_argv):
