@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 
 import numpy as np
@@ -96,7 +95,8 @@ def main() -> None:
     batches = strategy.experimental_distribute_dataset(dataset.map(with_weights))
 
     started, steps = time.perf_counter(), 0
-    for epoch in range(options.epochs):
+    epochs = cs.progress(range(options.epochs), "training", units="epochs")  # a bar on a terminal, else plain lines
+    for _ in epochs:
         total = 0.0
         if options.run_steps:
             results = strategy.run_steps(step, batches)
@@ -105,24 +105,13 @@ def main() -> None:
         for losses in results:
             total += float(strategy.reduce("SUM", losses, axis=None))
             steps += 1
-        show_progress(epoch + 1, options.epochs, total / len(train_x))
+        epochs.show(loss=total / len(train_x))
     seconds = time.perf_counter() - started
 
     report(strategy.statistics(), steps, seconds)
     accuracy = np.mean(logits(test_x, *[p.numpy() for p in parameters]).argmax(axis=1) == test_y)
     strategy.shutdown()
     print(f"test accuracy {accuracy:.4f}")
-
-
-def show_progress(epoch: int, epochs: int, loss: float) -> None:
-    """A bar on a terminal, ten plain lines otherwise."""
-    if sys.stdout.isatty():
-        done = 30 * epoch // epochs
-        end = "\n" if epoch == epochs else ""
-        bar = "#" * done + "." * (30 - done)
-        print(f"\rtraining [{bar}] epoch {epoch}/{epochs}  loss {loss:.4f}", end=end, flush=True)
-    elif epoch % max(1, epochs // 10) == 0:
-        print(f"epoch {epoch}/{epochs}  loss {loss:.4f}", flush=True)
 
 
 def report(counters: cs.Counters, steps: int, seconds: float) -> None:

@@ -66,7 +66,8 @@ def main() -> None:
     data = cs.data.Dataset.from_tensor_slices((users, items, ratings)).shuffle(options.ratings, seed=0)
     for epoch in range(options.epochs):
         squared_error.reset_state()
-        for _ in strategy.run_steps(step, strategy.experimental_distribute_dataset(data.batch(options.batch))):
+        batches = strategy.experimental_distribute_dataset(data.batch(options.batch))
+        for _ in strategy.run_steps(step, batches, progress=f"epoch {epoch}"):
             pass
         now = float(rate(optimizer.iterations))
         print(

@@ -32,8 +32,8 @@ PUBLIC = """
     PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended Tensor TensorSpec ValueContext Variable
     VariableAggregation VariableSynchronization add aio compat connect constant convert_to_tensor data device
     distribute errors experimental_set_strategy function get_array_module get_replica_context get_strategy
-    gradient_buffers has_strategy identity in_cross_replica_context metrics nest nn optimizers random range reshape
-    running_strategies train
+    gradient_buffers has_strategy identity in_cross_replica_context metrics nest nn optimizers progress random range
+    reshape running_strategies summary train
 """
 
 #: Contract -> (file that exists, line that breaks it).
@@ -305,6 +305,8 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
             },
         ),
         ("optax", {"central_storage.jax.optimizer", "central_storage.jax.state"}),
+        ("tensorboardX", {"central_storage.summary"}),
+        ("tqdm", {"central_storage.diagnostics.bars"}),
     ],
 )
 def test_one_module_of_a_role_knows_an_outside_thing(library: str, importers: set[str]) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import optimizers as optimizers
     from . import random as random
+    from . import summary as summary
     from . import train as train
     from .core.context import ReplicaContext as ReplicaContext
     from .core.context import experimental_set_strategy as experimental_set_strategy
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .observer.blocking import connect as connect
     from .pickling.function import function as function
     from .strategy.extended import StrategyExtended as StrategyExtended
+    from .strategy.progress import progress as progress
     from .strategy.service_strategy import CentralStorageStrategy as CentralStorageStrategy
     from .strategy.service_strategy import running_strategies as running_strategies
     from .variables.gradient_buffers import gradient_buffers as gradient_buffers

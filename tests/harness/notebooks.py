@@ -43,6 +43,16 @@ class Kernel:
             await self._client.async_execute_cell(cell, len(self._client.nb.cells) - 1)
         return "".join(_texts(cell))
 
+    async def data(self, code: str, kind: str) -> str:
+        """Run a cell; what it shows of this MIME type."""
+        await self.run(code)
+        outputs = self._client.nb.cells[-1].outputs
+        return "".join(str(output.get("data", {}).get(kind, "")) for output in outputs)
+
+    async def html(self, code: str) -> str:
+        """Run a cell; what it shows as HTML."""
+        return await self.data(code, "text/html")
+
     async def run_until(self, code: str, printed: str) -> asyncio.Task[str]:
         """Begin to run a cell, and return when it has printed that."""
         self._heard.clear()

@@ -60,7 +60,43 @@ def test_the_page_runs_cell_by_cell(tmp_path: object) -> None:
         assert shown[3] == "w True\n"
         assert "still runs" not in "".join(shown)
         assert shown[6] == "1\n"
+        assert "<cs.Variable 'w'" in shown[7]
         assert gone(kernel.children())
+
+    in_notebook(script)
+
+
+def test_a_cell_that_waits_says_for_whom() -> None:
+    waits = """
+import os, time
+os.environ["CS_NAME_WAITS"] = "0.1"
+with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as slow:
+    slow.run(lambda: cs.get_replica_context().replica_id_in_sync_group == 1 and time.sleep(4))
+"""
+
+    async def script(kernel: Kernel) -> None:
+        shown = await kernel.run("import central_storage as cs\n" + waits)
+        assert re.search(r"waiting \d+ s for run 1.*replica 1 ", shown)
+
+    in_notebook(script)
+
+
+def test_a_cell_shows_tables_and_progress() -> None:
+    train = """
+data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(6).batch(2))
+for _ in strategy.run_steps(lambda rows: rows.sum(), data, progress="training"):
+    pass
+"""
+
+    async def script(kernel: Kernel) -> None:
+        await kernel.run(STRATEGY + MODEL)
+        assert "<svg" in await kernel.html("w")
+        assert "<td>worker 1</td>" in await kernel.html("strategy")
+        assert "DistributedDataset" in await kernel.html(train + "data")
+        assert "model_id" in await kernel.data(train, "application/vnd.jupyter.widget-view+json")
+        await kernel.run("import sys, tqdm; del sys.modules['tqdm.notebook'], tqdm.notebook")
+        await kernel.run("sys.modules['ipywidgets'] = None")
+        assert re.search(r"training: 100%.*3/3", await kernel.run(train))
 
     in_notebook(script)
 

@@ -95,7 +95,7 @@ manager = cs.train.CheckpointManager(checkpoint, directory, max_to_keep=3)
 import itertools, logging, types
 a, text, loss, step, labels, records, error = 2, "a b", 0.5, 3, [1, 2], [x], cs.errors.ReplicaLostError()
 update_w, update_v = lambda: w.assign_add(w), lambda: v.assign_add(v)
-writer = types.SimpleNamespace(add_scalar=print)
+writer = types.SimpleNamespace(scalar=print)
 """,
 }
 #: The sections whose lines run in every replica, with the names of these.

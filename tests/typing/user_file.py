@@ -60,6 +60,14 @@ def train(strategy: cs.CentralStorageStrategy, dataset: cs.data.Dataset) -> floa
         for result in steps:
             locals_: tuple[Any, ...] = strategy.experimental_local_results(result)
             assert len(locals_) == strategy.num_replicas_in_sync
+    with cs.summary.TensorBoard("curves", strategy, service_every=None) as writer:
+        epochs = cs.progress(range(3), "training", units="epochs")
+        for epoch in epochs:
+            ahead = strategy.run_steps(step, distributed, progress=f"epoch {epoch + 1} of {len(epochs)}")
+            print(len(ahead), len(distributed))
+            for number, result in enumerate(cs.progress(ahead, total=None)):
+                writer.scalar("loss", result, number)
+            epochs.show(loss=last)
     iterator: Iterator[Any] = iter(distributed)
     next(iterator)
     return last

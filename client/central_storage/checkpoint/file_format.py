@@ -20,19 +20,19 @@ import secrets
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from central_storage.diagnostics.bars import automatic
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import CheckpointDamagedError, CheckpointError
 from cs_proto.frozen import frozen
 from cs_proto.sizes import in_units
 
-__all__ = ["SUFFIX", "Readable", "Stored", "add", "reading", "replace"]
+from .disk import SUFFIX, newest_in, room, write_at
 
-SUFFIX = ".safetensors"
+__all__ = ["SUFFIX", "Readable", "Stored", "add", "reading", "replace"]
 
 _log = logging.getLogger("central_storage.checkpoint_files")
 
@@ -172,21 +172,23 @@ class _Draft:
                 f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, but a header "
                 f"has at most {_LONGEST_HEADER} bytes; save the objects in several checkpoints"
             )
+        #: The bytes of the arrays.
+        self.content_nbytes = end
         self._nbytes = 8 + self._header_nbytes + end
         with self.explained():
             _make_directory(self.directory)
             _remove_abandoned(self.directory)
             self.name, self._file, self._mode = _open_draft(path)
 
-    def write_arrays(self) -> None:
-        """Write the arrays, one after the other."""
+    def write_arrays(self, advance: Callable[[int], None]) -> None:
+        """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
         offset = 8 + self._header_nbytes
         for key, source in self._arrays.items():
             array = np.ascontiguousarray(source.read(), source.dtype.newbyteorder("<")).reshape(source.shape)
             data = array.reshape(-1).view(np.uint8)
             self._checksums[key] = _checksum(data)
             with self.explained():
-                offset = _write_at(self._file, data.data, offset)
+                offset = write_at(self._file, data.data, offset, advance)
 
     def seal(self, path: str, index: Mapping[str, Any]) -> None:
         """Write the header for a file with the final name ``path``, and wait until everything is on the disk."""
@@ -194,7 +196,7 @@ class _Draft:
         _, rest = _take_out_checksum(text)
         text = _START + _checksum(rest).encode() + rest[len(_START) :]
         with self.explained():
-            _write_at(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+            write_at(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
             if stat.S_IMODE(os.fstat(self._file).st_mode) != self._mode:
                 os.fchmod(self._file, self._mode)
             os.fsync(self._file)
@@ -214,7 +216,7 @@ class _Draft:
             remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
             need = f"the checkpoint needs {self._nbytes} bytes{in_units(self._nbytes)}"
             raise OSError(
-                error.errno, f"{error.strerror}; {need}, {_room(self.directory)}; {remedy}", self._path
+                error.errno, f"{error.strerror}; {need}, {room(self.directory)}; {remedy}", self._path
             ) from error
 
     def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
@@ -235,7 +237,8 @@ def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]
     """A draft with all arrays in it. It is removed at the end, also after Ctrl-C."""
     draft = _Draft(path, arrays, index)
     try:
-        draft.write_arrays()
+        with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
+            draft.write_arrays(advance)
         yield draft
     finally:
         draft.close()
@@ -334,26 +337,6 @@ def _sync_directory(directory: str) -> None:
         os.close(descriptor)
 
 
-def _write_at(file: int, data: memoryview, offset: int) -> int:
-    """Write all of ``data``; returns the offset of its end."""
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
-    return offset
-
-
-def _room(directory: str) -> str:
-    """The free space for this user in the file system of ``directory``, which may not exist yet."""
-    while directory not in ("/", ".") and not os.path.isdir(directory):
-        directory = os.path.dirname(directory) or "."
-    try:
-        found = os.statvfs(directory)
-    except OSError as error:
-        return f"the free space is unknown ({error.strerror})"
-    free = found.f_bavail * found.f_frsize
-    return f"{free}{in_units(free)} are free"
-
-
 # --- checksums ----------------------------------------------------------------------------------------------------
 
 
@@ -396,10 +379,19 @@ class _Place:
 class Stored:
     """An open checkpoint with a valid header and index. ``index`` has the fields of ``_FIELDS``."""
 
-    def __init__(self, path: str, file: int, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
+    def __init__(
+        self,
+        path: str,
+        file: int,
+        index: Mapping[str, Any],
+        places: Mapping[str, _Place],
+        advance: Callable[[int], None],
+    ) -> None:
+        """``advance`` is told of the bytes that are read."""
         self._path = path
         self._file = file
         self._places = places
+        self._advance = advance
         self.index = index
         self.keys: frozenset[str] = frozenset(places)
 
@@ -425,6 +417,7 @@ class Stored:
         place = self._places[key]
         data = np.empty(place.nbytes, np.uint8)
         _read_at(self._path, self._file, data.data, place.offset)
+        self._advance(place.nbytes)
         if "checksums" in self.index:
             _require_checksum(self._path, key, data, self.index["checksums"][key])
         return data
@@ -443,7 +436,9 @@ def reading(path: str) -> Iterator[Stored]:
         size = os.fstat(file).st_size
         header = _header_of(path, file, size)
         index, places = _parsed(path, header, 8 + len(header), size)
-        yield Stored(path, file, index, places)
+        twice = 2 * sum(place.nbytes for place in places.values())  # to check all, and to set all
+        with automatic(f"restoring {os.path.basename(path)}", twice, "B") as advance:
+            yield Stored(path, file, index, places, advance)
     finally:
         os.close(file)
 
@@ -456,7 +451,7 @@ def _open(path: str) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         if os.path.islink(path):
             raise _damaged(path, "it is a link to a file that does not exist") from error
-        hint = _newest_in(path.removesuffix(SUFFIX))
+        hint = newest_in(path.removesuffix(SUFFIX))
         raise CheckpointError(f"there is no checkpoint {path}{hint}") from error
     except OSError as error:
         raise OSError(
@@ -466,14 +461,6 @@ def _open(path: str) -> int:
         os.close(file)
         raise _damaged(path, "it is not a regular file")
     return file
-
-
-def _newest_in(directory: str) -> str:
-    """A hint for a user who passes a directory instead of a file."""
-    if not os.path.isdir(directory):
-        return ""
-    newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
-    return f"; {directory} is a directory, but restore takes a file; the newest one in it is {newest}"
 
 
 def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:

@@ -26,8 +26,9 @@ from central_storage.core.context import get_replica_context, has_strategy, requ
 from central_storage.core.handles import Handle
 from central_storage.core.public_objects import Closed
 from central_storage.data.dataset import Dataset
-from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from central_storage.data.libraries import packed_state, unpacked_state
+from central_storage.data.places import Place
 from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage

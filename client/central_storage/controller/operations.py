@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from central_storage.core.backends import Carriage
+from central_storage.core.backends import Carriage, every
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
@@ -35,6 +35,8 @@ from .waits import Question
 
 __all__ = ["ServiceLink", "wait_until_serving"]
 
+# Seconds that another thread gets to show what the service prints, which takes the lock as a run does.
+_FREE_WITHIN = 0.2
 # Variables and optimizers named in one request to free them.
 _FREED_AT_ONCE = 10_000
 
@@ -214,6 +216,31 @@ class ServiceLink:
         """A copy of the variable's current value, which begins at a multiple of 64 bytes."""
         with self._operation():
             return aligned_copy(self._session.view(self._place(number)))
+
+    def sample(self, number: int, most: int) -> np.ndarray | None:
+        """At most about ``most`` of the variable's values; None if a run is under way."""
+        session = self._session
+        session.require_process()
+        if not session.lock.acquire(timeout=_FREE_WITHIN):
+            return None  # another thread runs something
+        try:
+            if self._core.has_unanswered or session.interrupts.is_entered:
+                return None
+            with self._operation():
+                array = self._place(number)
+                segment = session.lifeline.segment_of(array)
+                shape = array.shape
+                if isinstance(segment, mapping.Mapping) or not shape or shape[0] <= most:
+                    return every(session.view(array), most)
+                rows = np.arange(0, shape[0], -(-shape[0] // most))  # of the bytes that come, few
+                return every(segment.rows(array, rows), most)
+        finally:
+            session.lock.release()
+
+    def processes(self) -> list[tuple[str, int, str]]:
+        """The processes of the service, as far as this one has heard."""
+        workers = [(f"worker {worker.replica}", worker.pid, worker.device) for worker in self.workers]
+        return [("server", self._core.server_pid, self.parameter_device), *workers]
 
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's current value."""

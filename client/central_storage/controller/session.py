@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from central_storage.diagnostics.bars import Ticking
 from central_storage.diagnostics.logging_setup import show
 from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages, segment_names
@@ -70,6 +72,8 @@ _PATIENCE = 300e-6
 _LINGER = 100
 # A strategy needs so many descriptors at first. A context of ZeroMQ ends the process if it cannot open its own.
 _DESCRIPTORS = 16
+#: What the server says when an update waits for a kernel.
+_COMPILING = re.compile(r"compiling \w+ for \w+(?=, which takes seconds)")
 # The supervisor gets this long to say who was not ready in time.
 _SAY_SO = 5.0
 # The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
@@ -135,6 +139,9 @@ class Session:
             rings_late=True,
         )
         self._listener: OutputListener | None = None
+        #: Shown while the server compiles something that this process waits for.
+        self._compiling: Ticking | None = None
+        self._is_waiting = False
 
     def open(self) -> None:
         """Say hello to the server and connect to the workers. The caller delays Ctrl-C, which must not come between the
@@ -201,6 +208,8 @@ class Session:
         """What the supervisor says."""
         if isinstance(record, Output):
             show(record.stream, record.text)
+            if self._is_waiting and self._compiling is None and (found := _COMPILING.search(record.text)):
+                self._compiling = Ticking(found[0], "kernels")
         elif record is not None:
             self.carry_out(self.core.hear(record, time.monotonic()))
 
@@ -234,6 +243,7 @@ class Session:
         """Carry out ``commands``, and wait until ``wait`` is over. Raises what the core says, such as KeyboardInterrupt
         for a Ctrl-C, and what :meth:`receive` raises."""
         core = self.core
+        was_waiting, self._is_waiting = self._is_waiting, True
         try:
             self.carry_out(commands)
             while not wait.is_over:
@@ -251,6 +261,10 @@ class Session:
                         self.carry_out(core.hear(record, time.monotonic()))
         finally:
             core.leave(wait)
+            self._is_waiting = was_waiting
+            if self._compiling is not None and not was_waiting:
+                self._compiling.close()
+                self._compiling = None
 
     def ask(self, request: Record, answer: type[R]) -> R:
         """Ask the server, and wait for its answer. Raises what it refuses with."""

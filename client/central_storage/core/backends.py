@@ -32,6 +32,7 @@ __all__ = [
     "ReplicaBackend",
     "ServiceBackend",
     "Strategy",
+    "every",
     "service_of",
 ]
 
@@ -242,6 +243,13 @@ class ControllerBackend(_Catalogue, Protocol):
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
 
+    def sample(self, number: int, most: int) -> np.ndarray | None:
+        """At most about ``most`` of the variable's values, evenly from the whole; None if a run is under way, which is
+        not waited for."""
+
+    def processes(self) -> Sequence[tuple[str, int, str]]:
+        """The processes of the service, as far as this one has heard: name, pid, and device. Nobody is asked."""
+
     def forget(self, kind: str, number: Any) -> None:
         """Note that a variable or optimizer of this process is no longer referenced, so that the server may free it.
         Called by the garbage collector in any thread."""
@@ -318,6 +326,16 @@ class ServiceBackend(ControllerBackend, Protocol):
     def abandon(self) -> None:
         """Note that the strategy is no longer referenced. Called by the garbage collector in any thread, at any
         time."""
+
+
+def every(array: np.ndarray, most: int) -> np.ndarray:
+    """A copy of every n-th value, at most about ``most`` of them.
+
+    >>> every(np.arange(10).reshape(2, 5), 4)
+    array([0, 3, 6, 9])
+    """
+    values = array.reshape(-1)
+    return np.array(values[:: max(1, -(-values.size // most))])
 
 
 def service_of(strategy: Strategy, what: str) -> ControllerBackend:

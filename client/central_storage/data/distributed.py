@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial, reduce
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
-from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.public_objects import Closed
 from central_storage.core.tensors.tensor import as_tensor, tensors_in
@@ -39,6 +38,7 @@ from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import PerReplicaSpec, TensorSpec, observed
 from .input_context import InputContext
 from .libraries import Reading, has_state
+from .places import Place, length_of, refuse_in_replica, shown
 from .plan import END, OptionalElement
 from .prefetch import ReadAhead
 from .sources import cardinality_of, checked, elements_of, first_of
@@ -56,17 +56,6 @@ __all__ = [
 FindCarriage = Callable[[], Carriage]
 #: An element of every replica, whether every replica has a share in it, and the states of the sources after it.
 Round = tuple[Any, ...]
-
-
-class Place(NamedTuple):
-    """How far a training has gone through its data: the number of the iteration (from 0), the number of elements used
-    in it, and the orders of its shuffles at its beginning. A checkpoint holds this for a distributed data set."""
-
-    epoch: int
-    position: int
-    orders: tuple[Order, ...]
-    #: The states of the sources of other libraries, in the order of the sources; None if they have none.
-    states: Any = None
 
 
 class _Distributed(Closed):
@@ -104,6 +93,30 @@ class _Distributed(Closed):
         else:
             iterator.go_to(place)
         return iterator
+
+    def __len__(self) -> int:
+        """The number of elements. TypeError if it is infinite or unknown; ``cardinality`` tells which."""
+        return length_of(int(self.cardinality))
+
+    def __bool__(self) -> bool:
+        """True: a data set is something, however many elements it has."""
+        return True
+
+    @property
+    def cardinality(self) -> Any:
+        """The number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. No element is read for it, and no step waited for."""
+        iterator = self._latest()
+        under_way = None if iterator is None or iterator.is_over else (iterator.epoch, iterator.position)
+        return shown(type(self).__name__, int(self.cardinality), self._n, self._sources, under_way)
+
+    @property
+    def next_position(self) -> int:
+        """The position at which the next iteration starts: not 0 after a restore."""
+        return 0 if self._restored is None else self._restored.position
 
     @property
     def epoch(self) -> int:
@@ -556,15 +569,6 @@ def _is_alive(reference: Callable[[], object]) -> bool:
 
 
 _LAST = (END, True)
-
-
-def refuse_in_replica(what: str) -> None:
-    """Raise :class:`DatasetContextError` inside a replica function, where no data set can be ``what``."""
-    if has_strategy() and not in_cross_replica_context():
-        raise DatasetContextError(
-            f"a distributed data set cannot be {what} inside a replica function; do it in the script and pass the "
-            "element: strategy.run(fn, args=(next(iterator),))"
-        )
 
 
 class _Elsewhere:

@@ -14,6 +14,7 @@ import numpy as np
 
 from central_storage.core.public_objects import Closed
 from central_storage.core.tensors.tensor import as_tensor, tensors_in
+from central_storage.diagnostics.html import section, table
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
 
@@ -23,7 +24,7 @@ from .element_spec import joined
 from .options import Options, merged
 from .plan import DatasetIterator, Plan
 
-__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Pipeline", "Plan"]
+__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Pipeline", "Plan", "say_cardinality"]
 
 AUTOTUNE = -1
 """For :meth:`Dataset.prefetch`: two elements. For ``num_parallel_calls``: without effect, as any number."""
@@ -31,6 +32,12 @@ INFINITE_CARDINALITY = -1
 """The cardinality of a data set without end."""
 UNKNOWN_CARDINALITY = -2
 """The cardinality of a data set whose length is known only at its end."""
+
+
+def say_cardinality(count: int) -> str:
+    """A number of elements, or one of the constants, in words."""
+    return {INFINITE_CARDINALITY: "infinitely many", UNKNOWN_CARDINALITY: "an unknown number of"}.get(count, str(count))
+
 
 #: Methods of tf.data that grain has in its own way.
 _NOT_HERE = re.compile(
@@ -437,9 +444,15 @@ class Pipeline(Closed):
         it."""
         return self.plan.spec()
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows. No element is computed for it, so the spec is there only where rows are picked."""
+        rows: list[tuple[object, object]] = [("elements", say_cardinality(self.plan.count))]
+        if self.plan.table is not None:
+            rows.append(("element", self.plan.spec()))
+        return section("Dataset", table(rows))
+
     def __repr__(self) -> str:
-        words = {INFINITE_CARDINALITY: "infinitely many", UNKNOWN_CARDINALITY: "an unknown number of"}
-        return f"<Dataset of {words.get(self.plan.count, self.plan.count)} elements>"
+        return f"<Dataset of {say_cardinality(self.plan.count)} elements>"
 
     def _pick(self, stream: Iterable[Any], count: int) -> Self:
         """The same kind of elements in ``stream``'s order, as row numbers while they are that."""

@@ -11,6 +11,8 @@ import sys
 from contextlib import suppress
 from typing import Literal
 
+from .bars import above_bars
+
 __all__ = ["announce", "announces", "configure_logging", "dump_stacks_on_signal", "show"]
 
 
@@ -28,7 +30,7 @@ def configure_logging(role: str, name: str = "central_storage") -> None:
     asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
     logger.setLevel(asked)
     if not logger.handlers and not logging.getLogger().handlers:
-        shown = logging.StreamHandler(sys.stderr)
+        shown = _AboveBars(sys.stderr)
         shown.setFormatter(_FORMATTER)
         shown.setLevel(asked)
         logger.addHandler(shown)
@@ -67,6 +69,14 @@ def show(stream: Literal["stdout", "stderr"], text: str) -> None:
     """Print lines of the service's processes to the place where this script, or this notebook cell, prints."""
     own = sys.stdout if stream == "stdout" else sys.stderr
     if own is not None:
-        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
+        with suppress(OSError, ValueError), above_bars(own):  # its reader is gone, or it is closed
             own.write(text)
             own.flush()
+
+
+class _AboveBars(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes log lines above progress bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with above_bars(self.stream):
+            super().emit(record)

@@ -101,7 +101,10 @@ INSTEAD: tuple[tuple[str, str], ...] = (
         "tf.experimental, tf.mlir",
         "Python's own `logging`, `argparse`, `time` and `unittest`; `cs.__version__`",
     ),
-    ("tf.summary, tf.summary.*, tf.profiler", "TensorBoard's own writer, for example that of torch, in the script"),
+    (
+        "tf.summary.*, tf.profiler",
+        "`cs.summary.TensorBoard` for numbers; TensorBoard's own writer, such as torch's, for pictures and texts",
+    ),
     (
         "tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.*Dataset",
         f"grain reads files, or {_GRAIN.removeprefix('grain or ')}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from central_storage.core import context
 from central_storage.core.backends import Carriage
 from central_storage.core.handles import weakly
-from central_storage.data.distributed import refuse_in_replica
+from central_storage.data.places import refuse_in_replica
 from central_storage.data.weighted import WeightedDataset
 
 if TYPE_CHECKING:

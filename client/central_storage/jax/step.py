@@ -20,7 +20,8 @@ from central_storage.data.distributed import DistributedDataset, DistributedFrom
 from central_storage.data.splitting import split
 from central_storage.data.weighted import Weighted, is_weighted, share_of, weighted, weights_of
 from central_storage.pickling.function import function
-from central_storage.strategy.run_steps import LOOKAHEAD
+from central_storage.strategy.run_steps import LOOKAHEAD, steps_of
+from central_storage.strategy.step_bar import known, with_bar
 from central_storage.variables.gradient_buffers import gradient_buffers
 from cs_proto.errors import InvalidArgumentError
 
@@ -151,7 +152,9 @@ class Step(Closed):
         self._rule.push(self._groups)
         return self._outcome(self._strategy.run(self._replica, args=(tuple(element),), options=_KEEP))
 
-    def ahead(self, batches: Any, steps: int | None = None, *, lookahead: int = LOOKAHEAD) -> Iterator[Any]:
+    def ahead(
+        self, batches: Any, steps: int | None = None, *, lookahead: int = LOOKAHEAD, progress: bool | str = False
+    ) -> Iterator[Any]:
         """The results of the steps with every batch, the same bits as one call after the other, with steps sent ahead.
 
         A learning rate that the loop sets takes effect after the steps in flight; a schedule of the optimizer is right
@@ -161,6 +164,7 @@ class Step(Closed):
             batches: What :func:`csj.batches <batches>` returned, an iterator of it, or what that function takes.
             steps: The largest number of batches; None: all.
             lookahead: The number of steps sent ahead, as for ``strategy.run_steps``.
+            progress: Whether a bar shows the steps and their loss, as for ``strategy.run_steps``.
 
         Returns:
             An iterator over what :meth:`__call__` returns.
@@ -179,7 +183,7 @@ class Step(Closed):
                 )
         else:
             data = _batches(self._strategy, data)
-        return self._outcomes(data, steps, lookahead)
+        return with_bar(self._outcomes(data, steps, lookahead), progress, known(steps_of(data, steps), steps))
 
     def _outcomes(self, data: Any, steps: int | None, lookahead: int) -> Iterator[Any]:
         with (

@@ -18,13 +18,9 @@ from central_storage.core.options import InputOptions, RunOptions, ValueContext
 from central_storage.core.values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
 from central_storage.core.variable_sets import VariableSets
 from central_storage.data.dataset import Dataset
-from central_storage.data.distributed import (
-    DistributedDataset,
-    DistributedFromFunction,
-    DistributedIterator,
-    refuse_in_replica,
-)
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from central_storage.data.input_context import InputContext
+from central_storage.data.places import refuse_in_replica
 from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.diagnostics.tensorflow_names import member
 from central_storage.optimizers.optimizer import Optimizer
@@ -34,7 +30,8 @@ from cs_proto.errors import ContextError
 from .extended import StrategyExtended
 from .rates import Rates
 from .replica_devices import ReplicaDevices
-from .run_steps import LOOKAHEAD, Steps, StepSeries, check, keeps_per_replica
+from .run_steps import LOOKAHEAD, Steps, StepSeries, check, keeps_per_replica, steps_of
+from .step_bar import known, step_bar
 
 __all__ = ["StrategyBase"]
 
@@ -234,32 +231,31 @@ class StrategyBase(ReplicaDevices):
         lookahead: int = LOOKAHEAD,
         options: RunOptions | None = None,
         rates: Mapping[Any, Iterable[Any]] | None = None,
+        progress: bool | str = False,
     ) -> Steps:
         """Iterate over the results of ``run(fn, (element,), kwargs)`` for each element, and send steps ahead.
 
-        When the loop gets the result of step k, exactly the steps up to k + ``lookahead`` have been sent. Workers begin
-        each step when the one before it is committed. Any other call on the strategy (a learning rate, a variable, a
-        save, ``run``) first waits for the steps in flight, so it always falls between the same two steps. If the loop
-        changes a captured value, the first step after those in flight sees the change.
+        When the loop gets the result of step k, exactly the steps up to k + ``lookahead`` have been sent. Any other
+        call on the strategy (a learning rate, a variable, a save, ``run``) first waits for the steps in flight, so it
+        always falls between the same two steps. A captured value that the loop changes is seen by the step after them.
 
-        If step k fails, no later step begins. The iterator raises the error that ``run`` would raise, and ends. If the
-        loop is left early, the iterator waits for the steps in flight, at most ``lookahead``; its ``steps`` counts all
-        steps that were sent. Ctrl-C cancels the current step and all later ones. If the data set raises an exception,
-        the iterator raises it in place of that element's result. The default strategy runs each step when the loop asks
-        for its result.
+        If step k fails, no later step begins. The iterator raises the error that ``run`` would raise, and ends. Left
+        early, it waits for the steps in flight; its ``steps`` counts all that were sent. Ctrl-C cancels this step and
+        all later ones. An exception of the data set comes in place of that element's result. The default strategy
+        runs each step when the loop asks for its result.
 
         Args:
             fn: The replica function of one element.
-            dataset: A distributed data set, which is iterated from its beginning, or an iterator of one, to which
-                unused elements go back.
+            dataset: A distributed data set, iterated from its beginning, or an iterator, which gets unused ones back.
             steps: The largest number of elements; None: all.
             kwargs: Keyword arguments of every call.
             lookahead: The number of steps sent ahead, at most 64. 0 sends each step when its result is wanted.
             options: As for :meth:`run`.
             rates: By optimizer, an iterable of learning rates or of mappings: item i is as if assigned before step i.
+            progress: Whether a bar shows the steps and their loss, as that of ``cs.progress``; a text stands before it.
 
         Returns:
-            An iterator over the results, in order.
+            An iterator over the results, in order; ``len()`` is the number of steps, where it is known.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -280,10 +276,11 @@ class StrategyBase(ReplicaDevices):
         context.require_cross_replica(self, "run_steps")
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
-        ahead = Rates(rates, self.take_along)
+        ahead, length = Rates(rates, self.take_along), steps_of(dataset, steps)
         send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
         is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
-        return Steps(series, iter(dataset), is_own, steps, send, keep, ahead)
+        bar = step_bar(progress, known(length, steps))
+        return Steps(series, iter(dataset), is_own, steps, send, keep, ahead, length, bar)
 
     def _send_step(
         self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates, element: Any

@@ -18,18 +18,25 @@ from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments, Changes
 from central_storage.core.public_objects import Closed, presented
 from central_storage.core.values import regroup
+from central_storage.data.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
+from central_storage.data.places import length_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import MOST_AHEAD
 
 from .rates import Rates
+from .step_bar import StepBar
 
-__all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check", "keeps_per_replica"]
+__all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check", "keeps_per_replica", "steps_of"]
 
 _log = logging.getLogger("central_storage.run_steps")
 
 #: The number of steps that are sent before the next result of the loop is there.
 LOOKAHEAD = 2
+
+
+def _unknown_length() -> int:
+    raise TypeError("the number of steps is not known")
 
 
 class StepSeries(Protocol):
@@ -75,10 +82,15 @@ class Steps(Closed):
         send: Callable[[Any], None],
         keep_per_replica: bool = False,
         rates: Rates | None = None,
+        length: Callable[[], int] = _unknown_length,
+        bar: StepBar | None = None,
     ) -> None:
         """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element. ``keep_per_replica``:
-        every result is a PerReplica. ``rates`` learn which steps have begun."""
+        every result is a PerReplica. ``rates`` learn which steps have begun. ``length`` is the number of steps in all.
+        ``bar`` shows them."""
         self._rates = rates or Rates()
+        self._length = length
+        self._bar = bar
         self._keep_per_replica = keep_per_replica
         self._series = series
         self._elements = elements
@@ -97,6 +109,14 @@ class Steps(Closed):
         self._series.settle()
         return self._series.succeeded
 
+    def __len__(self) -> int:
+        """The number of steps of the whole series. TypeError if the data set does not know its length."""
+        return self._length()
+
+    def __bool__(self) -> bool:
+        """True: a series is something, however many steps it has."""
+        return True
+
     def __iter__(self) -> Self:
         return self
 
@@ -109,7 +129,10 @@ class Steps(Closed):
                 self._used.popleft()
                 self._taken += 1
                 self._rates.begun()
-                return regroup(self._series.take(), self._keep_per_replica)
+                results = regroup(self._series.take(), self._keep_per_replica)
+                if self._bar is not None:
+                    self._bar.passed(results)
+                return results
             if self._at_end is not None:
                 raise self._at_end
         except KeyboardInterrupt:
@@ -130,6 +153,8 @@ class Steps(Closed):
         if not self._is_open:
             return
         self._is_open = False
+        if self._bar is not None:
+            self._bar.close()
         try:
             self._series.settle()
         finally:
@@ -229,6 +254,23 @@ class LocalSeries:
 
     def settle(self, *, cancel: bool = False) -> None:
         """Nothing is under way between two steps."""
+
+
+def steps_of(
+    dataset: DistributedDataset | DistributedFromFunction | DistributedIterator, limit: int | None
+) -> Callable[[], int]:
+    """A function that returns how many elements an iteration that begins now has, at most ``limit``. It raises
+    TypeError if that is infinite or unknown."""
+    data: Any = dataset
+    source, begin = (data.data, data.position) if isinstance(data, DistributedIterator) else (data, data.next_position)
+
+    def steps() -> int:
+        found = UNKNOWN_CARDINALITY if source is None else int(source.cardinality)
+        if limit is not None and (found == INFINITE_CARDINALITY or 0 <= limit <= found - begin):
+            return limit
+        return max(0, length_of(found) - begin)
+
+    return steps
 
 
 def keeps_per_replica(options: RunOptions | None) -> bool:

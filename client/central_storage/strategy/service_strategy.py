@@ -440,6 +440,12 @@ class CentralStorageStrategy(StrategyBase, Handle):
     ) -> None:
         self.shutdown()
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the processes as they are now. Nobody is asked, so it waits for nothing."""
+        from .processes import shown  # late, as nobody needs it but notebooks
+
+        return shown(repr(self).strip("<>"), self._backend)
+
     def __repr__(self) -> str:
         return (
             f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "

@@ -23,6 +23,7 @@ from central_storage.core.options import RunOptions
 from central_storage.data.arguments import can_take
 from central_storage.pickling.function import Function
 from central_storage.strategy.run_steps import LOOKAHEAD
+from central_storage.strategy.step_bar import known, with_bar
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
 from cs_runtime.trace import moments
@@ -295,6 +296,7 @@ class Step(Decorated):
         *,
         steps: int | None = None,
         lookahead: int = LOOKAHEAD,
+        progress: bool | str = False,
         **kwargs: Any,
     ) -> Iterator[float]:
         """Iterate over the mean losses of many batches, and send steps before the loop asks for their losses.
@@ -307,6 +309,7 @@ class Step(Decorated):
             scheduler: A scheduler of ``torch.optim.lr_scheduler`` that does not look at losses, several, or None.
             steps: The largest number of batches; None: all.
             lookahead: How many steps are sent ahead.
+            progress: Whether a bar shows the steps and their loss, as for ``strategy.run_steps``.
             **kwargs: Keyword arguments of every call.
 
         Returns:
@@ -323,7 +326,7 @@ class Step(Decorated):
         given: dict[str, Any] = {"flags": flags, "kwargs": kwargs}
         more: dict[str, Any] = {"rates": rates} if rates else {}
         series = strategy.run_steps(self._replica, batches, steps, given, lookahead=lookahead, options=_KEEP, **more)
-        return self._losses(strategy, series, rates, flags)
+        return with_bar(self._losses(strategy, series, rates, flags), progress, known(series.__len__, steps))
 
     def _losses(self, strategy: Any, series: Any, rates: Any, flags: np.ndarray) -> Iterator[float]:
         try:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from central_storage import nest
+from central_storage.core.backends import every
 from central_storage.core.context import current_replica, get_array_module, reading
+from central_storage.core.devices.device_names import full_name
 from central_storage.core.tensors.tensor import array_text, as_tensor
 from central_storage.core.values import DistributedValues, convert_to_tensor
 from cs_runtime.shared_memory.remote_segment import aligned_copy
@@ -153,6 +155,21 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
         return (
             f"<cs.Variable {self._spec.name!r} shape={self._spec.shape} dtype={self._spec.dtype}, {self._value_text()}>"
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. It waits for no run, and raises nothing."""
+        from .shown import MOST_SAMPLED, shown  # late: no step needs it
+
+        found, why_not = None, "not shown, because a run is under way; show the variable again when it is over"
+        try:
+            if self._strategy is None or self._replica is not None:
+                found = every(convert_to_tensor(self.current()), MOST_SAMPLED)
+            else:
+                found = self._strategy.controller.sample(self._number, MOST_SAMPLED)
+        except Exception as error:  # noqa: BLE001  (whatever keeps it from being read)
+            why_not = f"not readable here: {error}"
+        device = full_name("cpu:0") if self._strategy is None else self._strategy.extended_parameter_device
+        return shown(self._spec, device, found, why_not)
 
     def _value_text(self) -> str:
         """The value as text. A debugger asks for that of every variable that it meets, so nothing is raised, and no

@@ -295,7 +295,7 @@ class TestIterator:
         assert total == 10
 
     def test_no_transformations(self):
-        for name in ("map", "batch", "__len__"):
+        for name in ("map", "batch"):
             assert not hasattr(batched(4, 2, 2), name)
 
 

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -217,6 +218,16 @@ def test_ahead_refuses_batches_without_weights(two: cs.CentralStorageStrategy) -
     with pytest.raises(cs.errors.InvalidArgumentError, match=r"csj\.batches"):
         train.ahead(two.experimental_distribute_dataset([rows_of(0, 4)]))
     assert len(list(train.ahead([rows_of(0, 4)] * 3, steps=2))) == 2
+
+
+def test_a_bar_shows_the_mean_loss_of_the_batch(
+    two: cs.CentralStorageStrategy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with two.scope():
+        model = csj.centralize(parameters())
+    train = csj.step(model, csj.optim.sgd(0.5))(mean_loss)
+    *_, loss = train.ahead([rows_of(0, 4)] * 3, progress="training")
+    assert re.fullmatch(rf"training: 3 of 3 steps in .*, loss {loss:.4g}\n", capsys.readouterr().err)
 
 
 def test_a_loss_is_traced_once_for_each_shape_of_a_share(two: cs.CentralStorageStrategy) -> None:

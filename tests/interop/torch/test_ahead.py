@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -77,3 +78,16 @@ def test_without_a_scheduler_and_with_keywords(two: cs.CentralStorageStrategy) -
         next(ahead)
     model.requires_grad_(True)
     assert list(train.ahead(cst.batches(two, BATCHES), steps=3, scale=2.0)) == pytest.approx([2 * x for x in plain[:3]])
+
+
+def test_a_bar_shows_the_mean_loss_of_the_batch(
+    two: cs.CentralStorageStrategy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, _, train = training(two, "shown")
+    batches = cst.batches(two, BATCHES)
+    *_, loss = train.ahead(batches, progress="training")
+    assert re.fullmatch(rf"training: 6 of 6 steps in .*, loss {loss:.4g}\n", capsys.readouterr().err)
+    left = train.ahead(batches, steps=4, progress=True)
+    next(left)
+    left.close()
+    assert capsys.readouterr().err.startswith("1 of 4 steps in ")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core import context
-from central_storage.core.backends import Carriage
+from central_storage.core.backends import Carriage, every
 from central_storage.core.pipeline import Series
 from central_storage.core.values import regroup, select_replica, shared_parts
 from central_storage.pickling.function import Function, Pickled
@@ -180,6 +180,14 @@ class MergeController:
         with self._interrupts.own_code():
             # Everything before this merge point is committed, and nobody but the holder of the token can go on.
             return aligned_copy(self._catalogue.view(number))
+
+    def sample(self, number: int, most: int) -> np.ndarray | None:
+        """Some of the variable's values."""
+        return every(self.read(number), most)
+
+    def processes(self) -> Sequence[tuple[str, int, str]]:
+        """None: the script shows them."""
+        return ()
 
     def forget(self, kind: str, number: int) -> None:
         """Nothing: other workers and the script may hold it."""

@@ -1,0 +1,108 @@
+"""What ``cs.summary.TensorBoard`` writes, read by TensorBoard itself, and the recipe for MLflow of the guide."""
+
+from __future__ import annotations
+
+import re
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.harness.processes import ROOT, start
+from tests.harness.timing import unit
+
+import central_storage as cs
+
+reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+TRAINING = """
+import sys
+import central_storage as cs
+
+directory, end = sys.argv[1:]
+writer = cs.summary.TensorBoard(directory, service_every=None)  # nobody closes it
+for step in range(1000):
+    writer.scalar("loss", 1 / (step + 1), step)
+print("written", flush=True)
+if end == "exception":
+    raise RuntimeError("the end")
+while end == "Ctrl-C":
+    pass
+"""
+
+
+def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of each point, by the name of the curve."""
+    events = reader.EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(point.step, point.value) for point in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def test_tensorboard_reads_the_curves_of_a_training(strategy: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    with strategy.scope():
+        w = cs.Variable(np.zeros(8, np.float32))
+        optimizer = cs.optimizers.SGD(0.1)
+
+    @cs.function
+    def step(rows: np.ndarray) -> np.float32:
+        optimizer.apply_gradients([(np.ones(8, np.float32), w)])
+        return np.float32(rows.sum())
+
+    data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(200).batch(2))
+    with cs.summary.TensorBoard(tmp_path, strategy) as writer:
+        strategy.run(step, args=(np.zeros(2),))
+        while writer._writer._service._before is None:  # type: ignore[union-attr]  # until the first look
+            writer.flush()
+        for number, losses in enumerate(strategy.run_steps(step, data)):
+            writer.scalar("loss/train", losses, number)
+        runs = strategy.statistics().runs
+    found = curves(tmp_path)
+    assert found["loss/train"] == [(number, (4 * number + 1) / 2) for number in range(100)]
+    assert found.keys() >= {f"service/{name}" for name in ("steps_per_second", "commits", "parameter_bytes")}
+    assert found["service/private_bytes"][-1][1] > 1e6
+    assert 0 <= found["service/captured_share"][-1][1] <= 1
+    assert found["service/commits"][-1][0] == runs
+
+
+@pytest.mark.parametrize(("end", "code"), [("return", 0), ("exception", 1), ("Ctrl-C", -signal.SIGINT)])
+def test_the_file_is_whole_however_the_script_ends(end: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    with start(script, tmp_path / "curves", end) as child:
+        child.wait_for("written")
+        if end == "Ctrl-C":
+            child.press_ctrl_c()
+        assert child.wait(unit(30)).code == code
+    assert [step for step, _ in curves(tmp_path / "curves")["loss"]] == list(range(1000))
+
+
+def test_the_recipe_for_mlflow(
+    strategy: cs.CentralStorageStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that it imports
+        mlflow = pytest.importorskip("mlflow")
+        page = (ROOT / "docs/guide/progress.md").read_text()
+        [recipe] = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow.set_tracking_uri(f"file://{tmp_path}/runs")
+        with strategy.scope():
+            optimizer = cs.optimizers.SGD(0.5)
+        batches = strategy.experimental_distribute_dataset(cs.data.Dataset.range(6).batch(2))
+        names = {"strategy": strategy, "optimizer": optimizer, "batches": batches, "step": lambda rows: rows.sum()}
+        exec(recipe, names)
+        [run] = mlflow.MlflowClient().search_runs(["0"])
+        points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+        files = mlflow.MlflowClient().list_artifacts(run.info.run_id)
+    assert sorted((point.step, point.value) for point in points) == [(0, 1.0), (1, 5.0), (2, 9.0)]
+    assert run.data.params == {"replicas": "2", "rate": "0.5"}
+    assert [file.path for file in files] == ["strategy.safetensors"]
