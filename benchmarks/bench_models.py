@@ -187,10 +187,11 @@ def verdicts(model: str, programs: Sequence[Program]) -> list[dict[str, Any]]:
 def parts_of(model: str) -> str:
     """Where the time of a step in the service goes."""
     with tempfile.TemporaryDirectory() as directory:
-        with running(report.OURS, model, {"CS_MOMENTS": directory}) as program:
+        timeline = Path(directory, "timeline.json")
+        with running(report.OURS, model, {"CS_TIMELINE": str(timeline)}) as program:
             for steps in (WARM, PARTS_STEPS):
                 program.train(steps)
-        return "\n".join(parts.lines(model, parts.left_in(Path(directory)), is_ahead=False, steps=PARTS_STEPS))
+        return "\n".join(parts.lines(model, parts.left_in(timeline), is_ahead=False, steps=PARTS_STEPS))
 
 
 def figures(model: str, rounds: int) -> dict[tuple[str, str], list[float]]:

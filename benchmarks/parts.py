@@ -6,6 +6,7 @@ what the script does meanwhile is waited for by nobody but who wants its process
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
@@ -82,19 +83,33 @@ def recorded(peer: Peer, bench: Bench, work: str) -> list[tuple[str, Moments]] |
     """The moments of every process of ``peer`` at a work, by role. None where ``bench`` notes that something failed."""
     known = len(bench.failures)
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["CS_MOMENTS"] = directory
+        path = Path(directory, "timeline.json")
+        os.environ["CS_TIMELINE"] = str(path)
         bench.run(peer, {work: STEPS})
-        del os.environ["CS_MOMENTS"]
-        return left_in(Path(directory)) if len(bench.failures) == known else None
+        del os.environ["CS_TIMELINE"]
+        return left_in(path) if len(bench.failures) == known else None
 
 
-def left_in(directory: Path) -> list[tuple[str, Moments]]:
-    """The moments of every process, by role."""
-    found = []
-    for path in sorted(directory.iterdir()):
-        moments = [line.split() for line in path.read_text().splitlines()]
-        found.append((path.name.partition("-")[0], [(name, int(when)) for name, when in moments]))
-    return found
+def left_in(timeline: Path) -> list[tuple[str, Moments]]:
+    """The moments of every process in the timeline of a service, by role."""
+    events = json.loads(timeline.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    roles = {"script": "client", "server": "server", "worker": "worker"}
+    return [
+        (
+            roles[name.split()[0]],
+            sorted(
+                # A slice of a row ends at a moment.
+                [
+                    (event["args"]["moment"], round(1000 * (event["ts"] + event["dur"])))
+                    for event in events
+                    if event["pid"] == row and event.get("cat") == "step"
+                ],
+                key=lambda moment: moment[1],
+            ),
+        )
+        for row, name in names.items()
+    ]
 
 
 def bounds(left: Sequence[tuple[str, Moments]], is_ahead: bool, steps: int) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ PUBLIC = """
     VariableAggregation VariableSynchronization add aio compat connect constant convert_to_tensor data device
     distribute errors experimental_set_strategy function get_array_module get_replica_context get_strategy
     gradient_buffers has_strategy identity in_cross_replica_context metrics nest nn optimizers progress random range
-    reshape running_strategies summary train
+    reshape running_strategies span summary train
 """
 
 #: Contract -> (file that exists, line that breaks it).
@@ -64,6 +64,7 @@ BROKEN = {
     "session-layers": ("worker/cs_worker/session/interrupts.py", "import cs_worker.session.conversation"),
     "execution-layers": ("worker/cs_worker/execution/functions.py", "import cs_worker.execution.replica"),
     "client-layers": ("client/central_storage/core/options.py", "import central_storage.controller.session"),
+    "ctl-layers": ("client/central_storage/ctl/step_times.py", "import central_storage.ctl.timeline"),
     "controller-opens-nothing": ("client/central_storage/controller/liveness.py", "import time"),
     "controller-layers": ("client/central_storage/controller/waits.py", "import central_storage.controller.runs"),
     "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.torch"),
@@ -90,6 +91,7 @@ EXHAUSTIVE = {
     "cs_worker.execution",
     "central_storage",
     "central_storage.controller",
+    "central_storage.ctl",
     "central_storage.jax",
     "central_storage.launch",
     "central_storage.torch",

@@ -12,8 +12,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from tests.client.ctl.test_step_times import TRAINING
 from tests.harness.processes import ROOT, run
 from tests.harness.timing import unit
+
+from central_storage.ctl.timeline import chrome_trace
 
 
 @pytest.fixture
@@ -453,6 +456,18 @@ def test_steps_without_a_program_are_not_drawn(benchmark: Any) -> None:
     server = [(name, step * 100 + when) for step in range(5) for name, when in [("decided", 10), ("committed", 20)]]
     with pytest.raises(ValueError, match="sgd-1MB: a program has carried out 0 of 4 steps"):
         timeline.typical("sgd-1MB", [("server", server)], is_ahead=True, steps=4)
+
+
+def test_the_parts_come_from_the_moments_of_a_timeline(benchmark: Any, tmp_path: Path) -> None:
+    """But for the first moment of each process, at which no slice ends."""
+    import parts  # found when benchmarks/ is on the path
+
+    (tmp_path / "timeline.json").write_text(json.dumps(chrome_trace(TRAINING)))
+    expected = [(role, TRAINING[process]) for role, process in (("client", "controller"), ("server", "server"))]
+    expected += [("worker", TRAINING["w0"]), ("worker", TRAINING["w1"])]
+    assert parts.left_in(tmp_path / "timeline.json") == [
+        (role, [(each.name, each.when) for each in moments[1:]]) for role, moments in expected
+    ]
 
 
 def parts_of(work: str, length: int, **moments: list[list[tuple[str, int]]]) -> dict[str, str]:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .core.options import InputReplicationMode as InputReplicationMode
     from .core.options import RunOptions as RunOptions
     from .core.options import ValueContext as ValueContext
+    from .core.spans import span as span
     from .core.tensors.operations import add as add
     from .core.tensors.operations import constant as constant
     from .core.tensors.operations import identity as identity

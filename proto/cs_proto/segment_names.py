@@ -23,6 +23,7 @@ __all__ = [
     "server_arena",
     "slab",
     "slots",
+    "times",
     "versions",
 ]
 
@@ -117,3 +118,9 @@ def versions() -> str:
     The one at 0 changes with every start of the server. They are not the versions in records.
     """
     return "versions"
+
+
+def times(process: str) -> str:
+    """The step times of a process, ``server``, ``w0``, ``w1``, ... or ``controller``, as
+    :mod:`cs_proto.step_times` describes them."""
+    return f"times/{process}"

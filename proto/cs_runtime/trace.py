@@ -1,47 +1,183 @@
-"""Moments of a step: records when a process reaches a named place, for a table of where the time of a step goes.
+"""Step times: a process notes in a ring when it reaches a named place of a step.
 
-If ``CS_MOMENTS`` names no directory, a place costs the call of an empty function. Otherwise the process writes the
-file ``ROLE-PID`` there when it ends: a line for each moment, with its name and the time. Each role passes its own
-clock; ``benchmarks/parts.py`` combines the files of several processes.
+The ring is a segment of this process (:mod:`cs_proto.step_times`), which observers read. Before a process has its ring,
+and if ``CS_TIMES=off``, nothing is kept.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
-from collections import deque
+import threading
+import time
+import weakref
 from collections.abc import Callable
-from pathlib import Path
 
-__all__ = ["moments"]
+from cs_proto import step_times as layout
+from cs_proto.errors import ConfigurationError
 
-# Only the last ones are kept: some thousands of steps.
-_KEPT = 200_000
+__all__ = ["Trace", "is_on", "moments", "spans_go_to", "trace_of", "trace_of_spans"]
+
+_FIRST, _WRITTEN, _NAMES = layout.FIRST, layout.WRITTEN, layout.NAMES
+_RUN = (1 << 32) - 1
+
+
+def is_on() -> bool:
+    """Whether ``CS_TIMES`` lets this process note step times, as it does if it is not set. Raises ConfigurationError if
+    it is neither ``on`` nor ``off``."""
+    said = os.environ.get("CS_TIMES") or "on"
+    if said not in ("on", "off"):
+        raise ConfigurationError(f"CS_TIMES must be on or off, not {said!r:.40}")
+    return said == "on"
+
+
+class Trace:
+    """The writer of one ring. Any thread of the process may note moments. ::
+
+    trace = Trace()
+    trace.attach(segment.memory)
+    trace.note("called", run=7)
+    """
+
+    #: ``note(name, run=0)``: this process has reached the place ``name``, one of `cs_proto.step_times.MOMENTS`, in the
+    #: run of that number; 0 if the place does not know it.
+    note: Callable[..., None]
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """``clock`` counts nanoseconds, alike in all processes of the machine."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.note, self._put, self._write_to = _writer(clock)
+        if os.environ.get("CS_TIMES") == "off":
+            self.note = _nothing
+        self._is_attached = False
+        self._names: dict[str, int] = {}
+        _traces.add(self)
+
+    def attach(self, memory: memoryview) -> None:
+        """Write to this segment from now on, behind what a process before this one has written there. ``memory`` has
+        `cs_proto.step_times.NBYTES` writable bytes."""
+        text = memory.cast("B")
+        words = text.cast("Q")
+        is_first = words[layout.MAGIC] != layout.MARKER
+        count = 0 if is_first else words[_NAMES]
+        with self._lock:
+            names = (layout.name_of(bytes(text[layout.name_place(number)])) for number in range(count))
+            self._text, self._words, self._is_attached = text, words, True
+            self._names = {name: number for number, name in enumerate(names)}
+            words[layout.VERSION], words[layout.PLACES] = layout.VERSION_NUMBER, layout.CAPACITY
+            words[layout.EPOCH], words[layout.PID] = time.time_ns() - self._clock(), os.getpid()
+            words[layout.MAGIC] = layout.MARKER
+            self._write_to(words, layout.CAPACITY, 0 if is_first else words[_WRITTEN])
+        self.note("started", os.getpid())
+
+    def detach(self) -> None:
+        """Keep nothing from now on."""
+        with self._lock:
+            self._write_to(*_nowhere())
+            self._is_attached, self._names = False, {}
+
+    def note_span(self, name: str, kind: int) -> None:
+        """A span of this name begins or ends in this thread. ``kind`` is `cs_proto.step_times.BEGINS` or ``ENDS``."""
+        number = self._names.get(name)
+        if number is None:
+            number = self._number_of(name)
+        self._put(kind | number | (threading.get_ident() & _RUN) << 32)
+
+    def _number_of(self, name: str) -> int:
+        """The number of a new name in the table; that of all other spans if the table is full."""
+        with self._lock:
+            if name in self._names:
+                return self._names[name]
+            count = len(self._names)
+            if count == layout.MOST_NAMES or not self._is_attached:
+                return max(0, count - 1)
+            if count == layout.MOST_NAMES - 1:
+                name = layout.OTHER_SPANS
+            self._text[layout.name_place(count)] = layout.packed_name(name)
+            self._words[_NAMES] = count + 1
+            self._names[name] = count
+            return count
+
+
+def _writer(
+    clock: Callable[[], int],
+) -> tuple[Callable[..., None], Callable[[int], None], Callable[[memoryview, int, int], None]]:
+    """`Trace.note`; the same for a word of kind and run; and what has both write to other words, with so many places
+    of which so many were written. Variables of a closure take less time than attributes."""
+    words, places, written = _nowhere()
+    kinds = layout.KINDS
+
+    def note(name: str, run: int = 0) -> None:
+        nonlocal written
+        what = kinds[name]
+        if run:
+            what |= (run & _RUN) << 32
+        now = clock()
+        # No function is called from here on, so no other thread and no signal handler runs in between.
+        place = written % places * 2 + _FIRST
+        words[place] = now
+        words[place + 1] = what
+        written += 1
+        words[_WRITTEN] = written
+
+    def put(what: int) -> None:
+        nonlocal written
+        now = clock()
+        place = written % places * 2 + _FIRST  # as in `note`
+        words[place] = now
+        words[place + 1] = what
+        written += 1
+        words[_WRITTEN] = written
+
+    def write_to(other: memoryview, count: int, before: int) -> None:
+        nonlocal words, places, written
+        words, places, written = other, count, before
+
+    return note, put, write_to
+
+
+def _nowhere() -> tuple[memoryview, int, int]:
+    """A place for one moment: to note it in vain takes less time than to ask first."""
+    return memoryview(bytearray(8 * (_FIRST + 2))).cast("Q"), 1, 0
 
 
 @functools.cache
-def moments(role: str, clock: Callable[[], int]) -> Callable[[str], None]:
-    """The function that records that this process has reached the place of that name.
-
-    ``clock`` counts nanoseconds, alike in all processes of the machine. For one role and clock the function is the
-    same everywhere in the process.
-    """
-    directory = os.environ.get("CS_MOMENTS")
-    if not directory:
-        return _not_asked
-    noted: deque[tuple[str, int]] = deque(maxlen=_KEPT)
-
-    def note(name: str) -> None:
-        noted.append((name, clock()))
-
-    def leave() -> None:
-        lines = "".join(f"{name} {when}\n" for name, when in noted)
-        Path(directory, f"{role}-{os.getpid()}").write_text(lines)
-
-    atexit.register(leave)
-    return note
+def trace_of(role: str) -> Trace:
+    """The one trace of this process for its role: ``server`` or ``worker``."""
+    return Trace()
 
 
-def _not_asked(name: str) -> None:
+def moments(role: str) -> Callable[..., None]:
+    """:meth:`Trace.note` of :func:`trace_of`."""
+    return trace_of(role).note
+
+
+_spans: Trace | None = None
+
+
+def spans_go_to(trace: Trace | None) -> None:
+    """Let the spans of this process be noted in ``trace`` from now on; None: nowhere."""
+    global _spans
+    _spans = trace
+
+
+def trace_of_spans() -> Trace | None:
+    """Where the spans of this process are noted; None if nowhere."""
+    return _spans
+
+
+def _nothing(name: str, run: int = 0) -> None:
     pass
+
+
+def _detach_all() -> None:
+    """A ring has one writer, which is not the forked child."""
+    spans_go_to(None)
+    for trace in list(_traces):
+        trace._lock = threading.Lock()  # another thread of the parent may have held it  # noqa: SLF001
+        trace.detach()
+
+
+_traces: weakref.WeakSet[Trace] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_detach_all)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -57,7 +56,7 @@ from .variable_store import VariableStore, open_store
 __all__ = ["CommandRunner", "open_runner"]
 
 _log = logging.getLogger("cs_server.service")
-_moment = moments("server", time.perf_counter_ns)
+_moment = moments("server")
 
 # What heads the control segment, in words of 8 bytes: twice the number of commits, odd within one, and how often
 # something moved or got another name.

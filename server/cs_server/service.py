@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from cs_proto import marks
+from cs_proto import marks, step_times
 from cs_proto import segment_names as names
 from cs_proto.arrays import Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
 from cs_proto.errors import (
     CentralStorageError,
     ConfigurationError,
+    MemoryPlanError,
     PeerProtocolError,
     ShutdownError,
 )
@@ -47,6 +48,7 @@ from cs_proto.messages import (
     MadeProgress,
     Note,
     Offer,
+    OfRun,
     Put,
     Refused,
     Register,
@@ -56,9 +58,8 @@ from cs_proto.messages import (
     StepFinished,
 )
 from cs_proto.records import Buffer, Record, replace
-from cs_runtime import open_files
+from cs_runtime import open_files, trace
 from cs_runtime.failpoints import failpoint
-from cs_runtime.trace import moments
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SUPERVISOR, Channel
 from cs_runtime.transport.supervisor_link import SupervisorLink
@@ -95,7 +96,7 @@ from .unsent import Unsent
 __all__ = ["Service", "identities_of"]
 
 _log = logging.getLogger("cs_server.service")
-_moment = moments("server", time.perf_counter_ns)
+_moment = trace.moments("server")
 
 _TICK = 1.0
 # The server looks for mail this long before it sleeps, in seconds.
@@ -167,6 +168,20 @@ class Service:
             self._segments.make(names.arena(replica), self._arena_nbytes, f"w{replica}")
         self._settle(self._carry_out(self._engine.resume()))
 
+    def keep_times(self) -> None:
+        """Note the step times of this process from now on, and make the rings of the others. The service must be a
+        process of its own: a process has one trace of a server."""
+        segments, keeper = self._segments, trace.trace_of("server")
+        try:
+            segments.make(names.times("server"), step_times.NBYTES, "")
+            for process in ["controller", *(f"w{replica}" for replica in range(self._config.replicas))]:
+                segments.make(names.times(process), step_times.NBYTES, process)
+            ring = segments.get(names.times("server"))
+            ring.reserve(0, step_times.NBYTES)
+            keeper.attach(ring.memory)
+        except MemoryPlanError as error:
+            _log.warning("no step times are kept: %s", error)
+
     def close(self) -> None:
         """Close the listening socket and the mailboxes, end the threads of the arithmetic, and give the GPU back."""
         self._channel.close()
@@ -198,7 +213,7 @@ class Service:
     def _passed(self) -> None:
         """The program has carried out a step."""
         self._ring()
-        _moment("sent")
+        _moment("sent", self._program.run)
         self._carry_out(self._engine.passed(time.monotonic()))
         self._prepare_step()
         _moment("prepared")
@@ -303,7 +318,7 @@ class Service:
             _log.debug("from %r: %.300r", peer, record)
         if type(record) is Return and marks.is_base(record):
             self._bases[peer] = record
-        _moment("decoded")
+        _moment("decoded", _run_of(record))
         return record
 
     def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
@@ -315,7 +330,7 @@ class Service:
             self._send(peer, Refused(0, error_of(error)))
             return None
         _log.debug("from %r: the mark of run %d", peer, run)
-        _moment("decoded")
+        _moment("decoded", run)
         return marks.returned(base, run, body)
 
     def _check_places(self, peer: bytes, record: Record) -> None:
@@ -402,7 +417,7 @@ class Service:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("to %r: %.300r", peer, record)
         if isinstance(record, StepFinished) and not record.failed and self._channel.mark(peer, record.run[0]):
-            _moment("sent")
+            _moment("sent", record.run[0])
             return
         if self._sent is None or self._sent[0] is not record:
             self._ring()
@@ -415,7 +430,7 @@ class Service:
                 self._retry_at = 0.0  # the first try is due, however long others pause
             if is_sent:
                 self._channel.mailboxes.sent(peer)
-        _moment("sent")
+        _moment("sent", _run_of(record))
 
     def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool | None:
         """Send over ZeroMQ; False if ``peer`` has not taken earlier messages, None if it is gone."""
@@ -463,7 +478,7 @@ def _channel(
     made = Channel(
         supervisor,
         wake,
-        "server",
+        _moment,
         read,
         linger=_LINGER,
         patience=_PATIENCE,
@@ -522,6 +537,11 @@ def identities_of(gone: Died | ClientGone, peers: Iterable[bytes]) -> list[bytes
         return [peer for peer in peers if peer == f"c{gone.client}".encode()]
     name = f"w{gone.rank}.{gone.incarnation}.".encode()
     return [peer for peer in peers if gone.role == "worker" and peer.startswith(name)]
+
+
+def _run_of(record: Record) -> int:
+    """The number of the script's run that the record belongs to; 0 if it belongs to none."""
+    return record.run[0] if isinstance(record, OfRun) else 0
 
 
 def _may_plan_memory(record: Record) -> bool:

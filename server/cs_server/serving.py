@@ -13,6 +13,7 @@ from pathlib import Path
 from cs_proto.errors import LaunchError, ShutdownError
 from cs_proto.messages import Ready
 from cs_runtime import machine
+from cs_runtime.trace import is_on
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_runtime.waits import name_waits_after
@@ -44,6 +45,8 @@ def serve(config: ServerConfig) -> None:
         loading = Loading(Path(config.run_directory), wake_writer)  # begun first, because it takes longest
         try:
             service = _put_together(config, supervisor, wake, stack)
+            if is_on():
+                service.keep_times()
             while not service.is_told_to_end and not loading.is_done:
                 service.turn()
             if not service.is_told_to_end:

@@ -7,7 +7,6 @@ step may be carried out so, and hears of it afterwards.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -25,7 +24,7 @@ from .engine.store.account import BODY_NBYTES, Account
 
 __all__ = ["StepProgram"]
 
-_moment = moments("server", time.perf_counter_ns)
+_moment = moments("server")
 
 # The words of a program of its own: a zero, the number of the account, and then three of each worker.
 _ZERO, _NUMBER, _HEAD = 0, 1, 2
@@ -51,6 +50,8 @@ class StepProgram:
         self._words = np.zeros(0, np.uint64).data
         self._expected: list[int] = []
         self._is_of_series = False
+        #: The run of the step that is looked for, or was carried out last.
+        self.run = 0
         self._copies = 0  # the number of the first instruction that fills the account
 
     @property
@@ -72,7 +73,7 @@ class StepProgram:
         if made_of != self._made_of:
             self._make([box for box in boxes if box is not None], step, prepared)
             self._made_of = made_of
-        self._peers = step.workers
+        self._peers, self.run = step.workers, step.run
         self._set(step, prepared, bases)
         for box in self._boxes:
             box.keeps_marks = True
@@ -135,12 +136,12 @@ class StepProgram:
                 are_there = False
         if not are_there:
             return False
-        _moment("found")
+        _moment("found", self.run)
         is_done = self._program.run()
         self.stop()
         if not is_done:  # the step is not the next one, or a base or a mailbox is not what was expected
             return True
-        _moment("committed")
+        _moment("committed", self.run)
         for box, expected in zip(self._boxes, self._expected, strict=True):
             box.incoming.mark = expected
         if self._is_of_series:

@@ -41,7 +41,10 @@ def test_a_supervisor_that_is_no_socket(tmp_path: Path) -> None:
 
 
 def test_what_is_to_be_left_at_the_end_is_left(tmp_path: Path) -> None:
+    """Python imports the module of this name when it starts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import atexit, pathlib\natexit.register(pathlib.Path({str(tmp_path)!r}, 'left').touch)\n"
+    )
     service = (sys.executable, "-P", "-m", "cs_server", "--run-directory", "/nowhere", *OPTIONS)
-    assert run(*service, environment={"CS_MOMENTS": str(tmp_path)}).code == 1
-    [left] = tmp_path.iterdir()
-    assert left.name.startswith("server-")
+    assert run(*service, environment={"PYTHONPATH": str(tmp_path)}).code == 1
+    assert (tmp_path / "left").exists()

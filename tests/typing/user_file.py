@@ -109,6 +109,14 @@ def watch() -> dict[str, NDArray[Any]]:
         return {record.spec.name: observer.get(record.spec.name) for record in observer.variables()}
 
 
+def record(strategy: cs.CentralStorageStrategy) -> None:
+    with strategy.timeline("timeline.json"), cs.span("epoch"):
+        strategy.run(lambda: None)
+    forward = cs.span("forward")
+    with forward:
+        pass
+
+
 async def watch_too() -> int:
     async with cs.aio.connect() as observer:
         return (await observer.statistics()).commits

@@ -30,6 +30,7 @@ from cs_proto.messages import Forget, Prepare, Run, Value
 from cs_proto.records import Buffer, Frame
 from cs_runtime.failpoints import failpoint
 from cs_runtime.shared_memory.arena import Arena
+from cs_runtime.trace import trace_of
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 
 from .baton import Baton
@@ -88,6 +89,7 @@ class Loop:
         self._lifeline = lifeline
         self._has_said_carried = False
         self._say_carried()
+        lifeline.keep_times(trace_of("worker"), f"w{config.replica}")
         arena = Arena(lambda: own)
         controller = MergeController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
         self._shop = WorkerContext(
@@ -258,7 +260,7 @@ class Loop:
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
         self._seeds.begin(ready.streams)
-        moment("called")
+        moment("called", run.run[0])
         try:
             result = function(*args, **kwargs)
         except BaseException as raised:
@@ -268,7 +270,7 @@ class Loop:
             raise
         if shop.conversation.link.is_inherited:
             _end_child(None)
-        moment("returned")
+        moment("returned", run.run[0])
         return result
 
 

@@ -147,6 +147,11 @@ class ControllerCore:
         self._prepared = messages.Prepare(tuple(map(str, path)), directory)
         return self._to_workers(self._prepared)
 
+    @property
+    def run(self) -> int:
+        """The number of the last run that was begun; 0 if there was none."""
+        return self._runs
+
     def next_run(self, series: Series, name: str, digest: bytes, frozen: bool) -> Beginning:
         """The numbers of the next run, of the function ``digest``. Nothing is counted before :meth:`begin_run`."""
         run, parts = self._runs + 1, series.lookahead + 1

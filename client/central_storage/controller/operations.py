@@ -69,6 +69,8 @@ class ServiceLink:
         self.replicas = 0
         self.parameter_device = ""
         self.compute_devices: tuple[str, ...] = ()
+        #: Called once, when the service has been let go of.
+        self.after_close: Callable[[], None] = _nothing
 
     @property
     def ended(self) -> str | None:
@@ -373,6 +375,8 @@ class ServiceLink:
                     session.say_goodbye()
                 session.release()
         session.join()
+        after, self.after_close = self.after_close, _nothing
+        after()
 
     # --- parts of the operations ----------------------------------------------------------------------------------
 
@@ -466,3 +470,7 @@ def _nothing_held(kind: str, number: int) -> object:
 def _is_zero(value: np.ndarray) -> bool:
     """Whether every byte is; False, too, where that is not said at a glance."""
     return value.flags.c_contiguous and not value.reshape(-1).view(np.uint8).any()
+
+
+def _nothing() -> None:
+    pass

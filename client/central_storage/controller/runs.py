@@ -29,7 +29,7 @@ from cs_proto.errors import ContextError
 from cs_proto.messages import OptimizerChange, Run
 from cs_proto.records import Frame
 
-from .session import Session, moment
+from .session import Session
 
 __all__ = ["Runs"]
 
@@ -58,14 +58,14 @@ class Runs:
         replica, and then begins in none."""
         session, core = self._session, self._session.core
         core.refuse_lost()
-        moment("begun")
+        session.moment("begun", core.run + 1)
         data, hashed, holds = self._pickle(function)
         frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
         adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
-        moment("pickled")
+        session.moment("pickled", core.run + 1)
         session.carry_out(core.prepare(sys.path, os.getcwd()))
         beginning = core.next_run(series, function_name(function), hashed, frozen)
         run, name, step, first, lookahead, part, parts, lacks, _ = beginning

@@ -31,7 +31,7 @@ from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
 from cs_runtime.shared_memory.arena import Arena
-from cs_runtime.trace import moments
+from cs_runtime.trace import Trace, spans_go_to, trace_of_spans
 from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.waits import name_waits_after
@@ -56,13 +56,10 @@ from .output_listener import OutputListener
 from .result_leases import ResultLeases
 from .waits import Wait
 
-__all__ = ["Session", "Threads", "log", "moment", "wait_until_serving"]
+__all__ = ["Session", "Threads", "log", "wait_until_serving"]
 
 #: Named after the whole link, whichever part of it speaks.
 log = logging.getLogger("central_storage.link")
-
-#: Notes where in a step this process is.
-moment = moments("client", time.perf_counter_ns)
 
 R = TypeVar("R", bound=Record)
 
@@ -125,13 +122,16 @@ class Session:
         #: Where data that is read ahead lies; None before that is asked for.
         self.inputs: InputSegment | None = None
         self.arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
+        #: Notes where in a step this process is.
+        self._trace = Trace()
+        self.moment = self._trace.note
         self._serving = serving
         self._stop = stop
         self._process = os.getpid()
         self._channel = Channel(
             lifeline,
             self.interrupts.fileno(),
-            "client",
+            self.moment,
             self._read,
             linger=_LINGER,
             patience=_PATIENCE,
@@ -156,6 +156,7 @@ class Session:
         lifeline.segment(segment_names.controller_arena())
         arenas = map(segment_names.arena, range(replicas))
         self.results = [ResultLeases(arena, partial(lifeline.segment, arena), replicas) for arena in arenas]
+        lifeline.keep_times(self._trace, "controller")
         self._channel.offer_mailbox(SERVER, "server")
         for worker in self.core.workers:
             self._connect_worker(worker)
@@ -232,7 +233,7 @@ class Session:
         except PeerProtocolError as error:
             log.error("dropped a malformed message: %s", error)
             return None
-        moment("decoded")
+        self.moment("decoded", record.run[0] if isinstance(record, RunFinished) else 0)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("received %.300r", record)
         return record
@@ -289,13 +290,13 @@ class Session:
             if type(command) is Post:
                 if isinstance(command.message, list):
                     self._post(command.peer, command.message)
-                    moment("sent")
+                    self.moment("sent", self.core.run)
                 else:
                     self._post(command.peer, self._encoded(command.message, command.function))
                 continue
             if type(command) is Deliver:
                 outcome = self._read_outcome(command.finished)
-                moment("over")
+                self.moment("over", command.finished.run[0])
                 self.carry_out(self.core.delivered(outcome, time.monotonic()))
                 continue
             match command:
@@ -420,6 +421,9 @@ class Session:
         """Let go of everything, and stop the service where it is ours. Idempotent."""
         if not self._channel.is_closed:
             self._channel.close()
+            if trace_of_spans() is self._trace:
+                spans_go_to(None)
+            self._trace.detach()
             if self._listener is not None:
                 self._listener.stop()
             try:

@@ -22,6 +22,7 @@ from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
 from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
+from cs_runtime.trace import is_on
 
 from .affinity import Machine, core_count, machine
 from .foreground import START_FAILED, Plan, run
@@ -76,6 +77,8 @@ environment:
   CS_CACHE_DIR                   the directory of the compiled kernels (default: ~/.cache/central-storage)
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
   CS_ERROR_FILE                  as --error-file; also for a script that runs without cs-launch
+  CS_TIMELINE                    as --timeline; also for a script that runs without cs-launch
+  CS_TIMES=off                   keep no step times, which profiles and timelines need (default: on)
   CS_MAILBOXES                   as --mailboxes; also for a script that runs without cs-launch
   OMP_NUM_THREADS and similar    if set, they are respected; otherwise the workers share the processors
   OMP_PROC_BIND and similar      if set, they are respected; otherwise a worker runs on the NUMA node of its GPU, and
@@ -156,7 +159,7 @@ def _launch(options: argparse.Namespace) -> int:
         return run(
             run_directory,
             plan,
-            script_command(run_directory.path, named, os.environ, arguments, python=sys.executable),
+            script_command(run_directory.path, named, _environment(options), arguments, python=sys.executable),
             choose=None if options.devices else planned,
             start_timeout=options.start_timeout,
             logs=_log_files(options, run_directory),
@@ -168,6 +171,12 @@ def _launch(options: argparse.Namespace) -> int:
         )
     finally:
         run_directory.remove()
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """What the script gets, but for what the plan adds."""
+    named = {} if options.timeline is None else {"CS_TIMELINE": os.path.abspath(options.timeline)}
+    return {**os.environ, **named}
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -282,6 +291,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--return-timeout must be more than 0 and less than 1e6 seconds, not {options.return_timeout:g}"
         )
+    if modes and options.timeline is not None:
+        raise ConfigurationError(
+            f"--timeline is recorded by a script, and --{modes[0]} runs none; set CS_TIMELINE where the script runs"
+        )
+    is_on()  # CS_TIMES
     _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= MOST_REPLICAS:
         raise ConfigurationError(f"--serve takes a number of workers from 1 to {MOST_REPLICAS}, not {options.serve}")
@@ -470,6 +484,12 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(ENVIRONMENT),
         help="write the first failure to FILE as JSON: role, rank, pid, cause, last lines, exit code "
         "(default: CS_ERROR_FILE, or no file)",
+    )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="write what all processes do to FILE as a Chrome trace, when the script ends; https://ui.perfetto.dev "
+        "shows it (default: CS_TIMELINE, or no file)",
     )
     parser.add_argument(
         "--run-dir", dest="run_directory", metavar="DIR", help="directory for the sockets (default: a new one)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import os
 import weakref
@@ -16,8 +17,9 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
 from central_storage.diagnostics.logging_setup import announce, configure_logging, dump_stacks_on_signal
-from cs_proto.errors import DeviceError
+from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.messages import DeviceChoice
+from cs_runtime import trace
 from cs_runtime.gpus import require_cupy
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
@@ -35,6 +37,7 @@ _log = logging.getLogger("central_storage")
 # The link is kept alive: if it were garbage, its ZeroMQ context would wait for ever for its open sockets.
 _attached: dict[str, ServiceLink] = {}
 _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
+_timelines = itertools.count(1)
 
 
 def open_service(
@@ -56,6 +59,7 @@ def open_service(
     configure_logging("script")
     device_names.refuse_text(compute_devices)
     name_waits_after()  # a value that makes no sense is said before anything starts
+    trace.is_on()
     dump_stacks_on_signal()
     _note_uncaught()
     address = os.environ.get("CS_ADDRESS")
@@ -71,6 +75,8 @@ def open_service(
             replicas = f"{link.replicas} replica{'s' * (link.replicas > 1)} ({', '.join(link.compute_devices)})"
             announce(f"[central-storage] {replicas}, parameters on {link.parameter_device}, transport {link.transport}")
         _say_what_counts(link, compute_devices, parameter_device)
+        if path := os.environ.get("CS_TIMELINE"):
+            _record(link, path)
         if not _links:
             atexit.register(_close_all)
             os.register_at_fork(after_in_child=_forget_all)
@@ -107,6 +113,27 @@ def _chosen(compute_devices: device_names.Devices | None, parameter_device: str 
     owner = device_names.parameter_device(parameter_device, chosen)
     require_cupy([*chosen, owner])
     return chosen, owner
+
+
+def _record(link: ServiceLink, path: str) -> None:
+    """Write a timeline to ``path`` when the link is closed; a further one of this script gets a number before the
+    suffix."""
+    from central_storage.ctl.timeline import Recording
+
+    number = next(_timelines)
+    try:
+        recording = Recording(link.address, path if number == 1 else f".{number}".join(os.path.splitext(path)))
+    except (ConfigurationError, OSError) as error:
+        _log.warning("CS_TIMELINE: no timeline is recorded: %s", error)
+        return
+
+    def write() -> None:
+        try:
+            recording.write()
+        except OSError as error:
+            _log.warning("CS_TIMELINE: the timeline was not written: %s", error)
+
+    link.after_close = write
 
 
 def _say_what_counts(

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize, ref
@@ -420,6 +421,45 @@ class CentralStorageStrategy(StrategyBase, Handle):
             8
         """
         return self._backend.statistics()
+
+    def timeline(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Record what all processes do during a ``with`` block, for https://ui.perfetto.dev.
+
+        The file is a Chrome trace in JSON: a row for each process with the parts of its steps, rows for the spans of
+        :func:`central_storage.span`, and an arrow from each replica's return to the commit of its gradient. It keeps
+        the last 200,000 moments, which are about 30 MB; a step has about 10 in each process. If earlier ones are
+        missing, a warning and the file say how many.
+
+        Args:
+            path: The file, which is replaced as a whole at the end of the block.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ConfigurationError: The service keeps no step times, because of ``CS_TIMES=off`` or ``in_process``, or they
+                cannot be read here, since this process cannot map its memory or has no x86-64 processor (a ValueError).
+            OSError: The file cannot be written.
+            ContextError: Called in a replica (a RuntimeError).
+            ShutdownError: Called after ``shutdown()`` (a RuntimeError).
+
+        Examples:
+            >>> import pathlib, tempfile
+            >>> import central_storage as cs
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "timeline.json")
+            >>> with cs.CentralStorageStrategy(in_process=False) as strategy:
+            ...     with strategy.timeline(path):
+            ...         result = strategy.run(lambda: 1.0)
+            >>> "function" in path.read_text()
+            True
+        """
+        if context.is_worker():
+            raise ContextError("a timeline is recorded by the script, and not in a replica")
+        if not self.is_running:
+            raise ShutdownError("this strategy was shut down; record a timeline while its service runs")
+        from central_storage.ctl.timeline import timeline  # only a script that asks for it needs this package
+
+        return timeline(self.address, path)
 
     def shutdown(self) -> None:
         """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit, and when

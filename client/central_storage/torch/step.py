@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,7 +33,7 @@ from .binding import Binding, current
 __all__ = ["Decorated", "Step", "clip_grad_norm_", "evaluate", "function", "step"]
 
 _KEEP = RunOptions(keep_per_replica=True)
-_moment = moments("worker", time.perf_counter_ns)
+_moment = moments("worker")
 
 
 def step(

@@ -20,7 +20,6 @@ from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, Limits, encode
 from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Buffer, Record
-from cs_runtime.trace import moments
 
 from .admission import Admission
 from .mailboxes import Mailboxes
@@ -61,7 +60,7 @@ class Channel:
 
     Example::
 
-        channel = Channel(supervisor, wake, "worker", read, linger=100, patience=300e-6)
+        channel = Channel(supervisor, wake, trace.note, read, linger=100, patience=300e-6)
         channel.connect(SERVER, "ipc:///run/server", b"w0.1")
         channel.send(SERVER, encode(record))
         received = channel.receive(timeout=1.0)
@@ -71,7 +70,7 @@ class Channel:
         self,
         supervisor: SupervisorLink,
         wake: int,
-        role: str,
+        moment: Callable[..., object],
         read: Read,
         *,
         linger: int,
@@ -88,7 +87,7 @@ class Channel:
         Args:
             supervisor: The connection to the supervisor.
             wake: A descriptor. When it is readable, :meth:`receive` calls ``on_wake`` and returns.
-            role: The name of this process in a trace (:mod:`cs_runtime.trace`).
+            moment: Notes that the process has been woken, or found something (:meth:`cs_runtime.trace.Trace.note`).
             read: Decodes a message.
             linger: Milliseconds that :meth:`close` gives unsent messages.
             patience: Seconds in which the process polls its mailboxes before it sleeps.
@@ -101,7 +100,7 @@ class Channel:
         """
         self._supervisor = supervisor
         self._wake = wake
-        self._moment = moments(role, time.perf_counter_ns)
+        self._moment = moment
         self._read = read
         self._read_mark = read_mark
         self._linger = linger

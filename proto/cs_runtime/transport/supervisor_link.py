@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from cs_proto import segment_names
+from cs_proto import segment_names, step_times
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
-from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
+from cs_proto.errors import InvalidArgumentError, LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
     DeviceChoice,
     ExtendSegment,
@@ -39,6 +39,7 @@ from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.shared_memory.remote_segment import Carry, RemoteSegment
+from cs_runtime.trace import Trace, is_on, spans_go_to
 from cs_runtime.waits import pace_of
 
 from .readiness import is_readable
@@ -207,6 +208,22 @@ class SupervisorLink:
         """The segment that the array lies in, mapped up to the end of the array."""
         assert isinstance(array.place, Location)
         return self.segment(array.place.segment, array.place.offset + array.nbytes)
+
+    def keep_times(self, trace: Trace, process: str) -> None:
+        """Have ``trace`` write to the ring of this process, called ``process``, and have spans go there. Nothing
+        happens if ``CS_TIMES=off``, if the server has made no ring, or if it cannot be mapped."""
+        if not is_on() or self.carried_because:
+            return
+        try:
+            ring = self.segment(segment_names.times(process))
+            if isinstance(ring, Mapping) and ring.writable:
+                ring.reserve(0, step_times.NBYTES)
+                trace.attach(ring.memory)
+                spans_go_to(trace)
+        except InvalidArgumentError:  # the server keeps none
+            pass
+        except MemoryPlanError as error:
+            _log.warning("no step times are kept: %s", error)
 
     def map_anew(self, name: str) -> None:
         """Map the segment called ``name`` again when it is next requested. The present mapping stays as long as

@@ -56,7 +56,9 @@ class World:
         def on_wake() -> None:
             self.woken += len(os.read(wake, 64))
 
-        self.channel = Channel(self.link, wake, "test", self._read, linger=0, patience=0.0, on_wake=on_wake, **options)
+        self.channel = Channel(
+            self.link, wake, lambda _: None, self._read, linger=0, patience=0.0, on_wake=on_wake, **options
+        )
         stack.callback(self.channel.close)
         self.channel.listen(f"{directory}/here", LIMITS, 10, strict=True)
         self.channel.admit()

@@ -33,7 +33,7 @@ __all__ = ["Link", "moment"]
 _log = logging.getLogger("central_storage.worker")
 
 #: Notes where in a step this process is.
-moment = moments("worker", time.perf_counter_ns)
+moment = moments("worker")
 
 # The most answers that wait for a peer of the ROUTER that does not read; it can do without the others.
 _UNREAD = 1000
@@ -61,7 +61,7 @@ class Link:
         self._channel = Channel(
             lifeline,
             doorbell,
-            "worker",
+            moment,
             self._read,
             linger=_LINGER,
             patience=_PATIENCE,
@@ -137,7 +137,7 @@ class Link:
             return False
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("leave the mark of run %d", number)
-        moment("sent")
+        moment("sent", number)
         return True
 
     def send_peer(self, identity: bytes, record: Record) -> None:
@@ -182,7 +182,7 @@ class Link:
                 "in the function itself"
             )
         self._channel.send(peer, parts)
-        moment("sent")
+        moment("sent", _run_of(record))
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
         try:
@@ -192,7 +192,7 @@ class Link:
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
-        moment("decoded")
+        moment("decoded", _run_of(record))
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("received from %r: %.300r", sender, record)
         return record
@@ -200,7 +200,12 @@ class Link:
 
 def _step_finished(peer: bytes, number: int, body: bytes) -> Record:
     """What a mark of the server stands for."""
-    moment("decoded")
+    moment("decoded", number)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("received from %r: the mark of run %d", peer, number)
     return messages.StepFinished((number,), False)
+
+
+def _run_of(record: Record) -> int:
+    """The number of the script's run that the record belongs to; 0 if it belongs to none."""
+    return record.run[0] if isinstance(record, messages.OfRun) else 0

@@ -1,0 +1,1 @@
+"""The commands of ``cs-ctl``, one module for each."""

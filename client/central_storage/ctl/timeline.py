@@ -1,0 +1,209 @@
+"""The timeline of a training: the rings of all processes as a Chrome trace, which Perfetto and Chrome show.
+
+The clock of all processes is CLOCK_MONOTONIC of one machine. Every process is a row with the parts of its steps, and
+has another row for each thread with spans of the user's. A flow leads from the return of a replica to the commit of its
+gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from cs_proto.version import __version__
+
+from .step_times import CONTROLLER, SERVER, Moment, Rings, Slice, Span, role_of, slices, spans
+
+__all__ = ["LIMIT", "Recorder", "chrome_trace", "timeline"]
+
+_log = logging.getLogger("central_storage")
+
+#: The most moments of a timeline, of all processes together; each becomes about 150 bytes of JSON. The last ones are
+#: kept.
+LIMIT = 200_000
+# Seconds between two looks at the rings. A ring has 65,024 places, and a process notes about 12 moments a step.
+_LOOK_EVERY = 0.05
+# The first row of spans of a process is below that of its parts.
+_PARTS_ROW = 0
+
+
+class Recorder:
+    """Copies the rings of a service from now on, in a thread, until :meth:`finish`."""
+
+    def __init__(self, address: str, limit: int = LIMIT) -> None:
+        """Begin with the service in the run directory ``address``. Keeps the last ``limit`` moments.
+
+        Raises as :class:`.step_times.Rings` does.
+        """
+        self._rings = Rings(address, from_now=True)
+        self._limit = limit // len(self._rings.rings)
+        self._kept: dict[str, deque[np.ndarray]] = {process: deque() for process in self._rings.rings}
+        self._missing = dict.fromkeys(self._rings.rings, 0)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name="central-storage timeline", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> dict[str, object]:
+        """Stop, and return the trace, as :func:`chrome_trace` makes it."""
+        self._is_over.set()
+        self._thread.join()
+        self._look()
+        rings = self._rings.rings
+        moments = {
+            process: rings[process].decoded(np.concatenate([*kept, np.zeros((0, 2), np.uint64)]))
+            for process, kept in self._kept.items()
+        }
+        pids, epoch = {process: ring.pid for process, ring in rings.items()}, rings[SERVER].epoch
+        self._rings.close()
+        return chrome_trace(moments, pids, epoch, self._missing)
+
+    def _copy(self) -> None:
+        while not self._is_over.wait(_LOOK_EVERY):
+            self._look()
+
+    def _look(self) -> None:
+        self._rings.is_over()  # takes notices off the socket
+        for process, ring in self._rings.rings.items():
+            copied, lost = ring.copied()
+            kept = self._kept[process]
+            kept.append(copied)
+            while sum(map(len, kept)) - len(kept[0]) >= self._limit:
+                lost += len(kept.popleft())
+            self._missing[process] += lost
+
+
+def chrome_trace(
+    recorded: Mapping[str, Sequence[Moment]],
+    pids: Mapping[str, int] | None = None,
+    epoch: int = 0,
+    missing: Mapping[str, int] | None = None,
+) -> dict[str, object]:
+    """A trace in the JSON object format of Chrome, with times in microseconds since its first moment.
+
+    ``pids`` has the number of each process, ``epoch`` the time since 1970 less that of the moments (nanoseconds), and
+    ``missing`` how many moments of a process are not in ``recorded``. Both are said in ``otherData``.
+    """
+    start = min((each.when for moments in recorded.values() for each in moments), default=0)
+    rows = {process: row for row, process in enumerate(recorded, 1)}
+    parts = {process: slices(process, moments) for process, moments in recorded.items()}
+    events: list[dict[str, object]] = []
+    for process, moments in recorded.items():
+        row = rows[process]
+        events += (_slice(each, row, start) for each in parts[process])
+        events += _spans(spans(moments), row, start)
+    events += _flows(parts, rows, start)
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # type: ignore[operator]
+    return {
+        "traceEvents": [*_rows(recorded, rows, pids or {}), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "program": f"central_storage {__version__}",
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((start + epoch) / 1e9)),
+            "missing moments": dict(missing or {}),
+        },
+    }
+
+
+@contextmanager
+def timeline(address: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write a timeline of what the service in ``address`` does during the block to the file ``path``.
+
+    Raises as :class:`Recorder` does, and OSError if the file cannot be written.
+    """
+    recording = Recording(address, path)
+    try:
+        yield
+    finally:
+        recording.write()
+
+
+class Recording:
+    """A timeline on its way to a file, which is made as a whole at the end."""
+
+    def __init__(self, address: str, path: str | os.PathLike[str]) -> None:
+        """Begin. Raises as :class:`Recorder` does, and OSError if the file cannot be written."""
+        self.path = Path(path).absolute()
+        self._part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        self._part.touch()  # so that a wrong path is said before the training and not after it
+        try:
+            self._recorder = Recorder(address)
+        except BaseException:
+            self._part.unlink()
+            raise
+
+    def write(self) -> None:
+        """Stop, and write the file. Raises OSError if that fails."""
+        trace = self._recorder.finish()
+        try:
+            with self._part.open("w") as file:
+                file.write(json.dumps(trace, separators=(",", ":")))
+            self._part.replace(self.path)
+        finally:
+            with suppress(FileNotFoundError):
+                self._part.unlink()
+        missing = trace["otherData"]["missing moments"]  # type: ignore[index]
+        if any(missing.values()):
+            named = ", ".join(f"{count} of {process}" for process, count in missing.items() if count)
+            _log.warning("the timeline %s has only the last moments; earlier ones are missing: %s", self.path, named)
+
+
+def _rows(
+    recorded: Mapping[str, Sequence[Moment]], rows: Mapping[str, int], pids: Mapping[str, int]
+) -> Iterator[dict[str, object]]:
+    """The names of the rows."""
+    names = {CONTROLLER: "script", SERVER: "server"}
+    for process in recorded:
+        name = names.get(process, f"worker {process[1:]}")
+        pid = f" (pid {pids[process]})" if pids.get(process) else ""
+        yield _named("process_name", rows[process], _PARTS_ROW, {"name": name + pid})
+        yield _named("process_sort_index", rows[process], _PARTS_ROW, {"sort_index": rows[process]})
+        yield _named("thread_name", rows[process], _PARTS_ROW, {"name": "steps"})
+
+
+def _named(what: str, pid: int, tid: int, args: dict[str, object]) -> dict[str, object]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _slice(each: Slice, row: int, start: int) -> dict[str, object]:
+    args: dict[str, object] = {"run": each.run, "moment": each.moment}
+    return _complete(each.part, "step", row, _PARTS_ROW, each.begin - start, each.end - start) | {"args": args}
+
+
+def _spans(found: Iterable[Span], row: int, start: int) -> Iterator[dict[str, object]]:
+    tids: dict[int, int] = {}
+    for each in found:
+        tid = tids.setdefault(each.thread, _PARTS_ROW + 1 + len(tids))
+        yield _complete(each.name, "span", row, tid, each.begin - start, each.end - start)
+    for tid in tids.values():
+        yield _named("thread_name", row, tid, {"name": "spans" if tid == 1 else f"spans of thread {tid}"})
+
+
+def _complete(name: str, category: str, pid: int, tid: int, begin: int, end: int) -> dict[str, object]:
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
+
+
+def _flows(parts: Mapping[str, Sequence[Slice]], rows: Mapping[str, int], start: int) -> Iterator[dict[str, object]]:
+    """From the return of each replica to the commit of the same run."""
+    commits = {each.run: each for each in parts.get(SERVER, ()) if each.part == "commit"}
+    number = 0
+    for process, found in parts.items():
+        returns = {each.run: each for each in found if each.moment == "sent"} if role_of(process) == "worker" else {}
+        for run, each in returns.items():
+            commit = commits.get(run)
+            if commit is None or commit.end <= each.begin:
+                continue
+            number += 1
+            flow = {"name": "gradient", "cat": "gradient", "id": number, "tid": _PARTS_ROW}
+            yield {"ph": "s", "pid": rows[process], "ts": (each.begin - start) / 1000, **flow}
+            # Within the slice: at its very end the next slice begins.
+            yield {"ph": "f", "bp": "e", "pid": rows[SERVER], "ts": (commit.end - 1 - start) / 1000, **flow}

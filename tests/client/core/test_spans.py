@@ -1,0 +1,64 @@
+"""Spans are noted where a service runs, and do nothing elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import central_storage as cs
+from central_storage.ctl.step_times import Ring, spans
+from cs_proto import step_times as layout
+from cs_runtime import trace
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    memory = memoryview(bytearray(layout.NBYTES))
+    made = trace.Trace()
+    made.attach(memory)
+    trace.spans_go_to(made)
+    yield Ring(memory)
+    trace.spans_go_to(None)
+
+
+def test_spans_are_noted_also_where_the_block_raises(ring: Ring) -> None:
+    again = cs.span("again")
+    with cs.span("outer"):
+        with again, again:
+            pass
+        with pytest.raises(ZeroDivisionError), cs.span("raises"):
+            _ = 1 / 0
+    moments, _ = ring.read()
+    assert [(each.name, each.edge) for each in moments[1:]] == [
+        ("outer", 1),
+        ("again", 1),
+        ("again", 1),
+        ("again", -1),
+        ("again", -1),
+        ("raises", 1),
+        ("raises", -1),
+        ("outer", -1),
+    ]
+    assert [each.name for each in spans(moments)] == ["outer", "again", "again", "raises"]
+
+
+def test_nothing_is_noted_without_a_service() -> None:
+    assert trace.trace_of_spans() is None
+    with cs.span("nobody sees it"):
+        pass
+
+
+def test_a_span_that_begins_before_the_service_is_left_out(ring: Ring) -> None:
+    noted = trace.trace_of_spans()
+    trace.spans_go_to(None)
+    with cs.span("early"):
+        trace.spans_go_to(noted)
+    assert not spans(ring.read()[0])
+
+
+@pytest.mark.parametrize("name", ["", b"forward", None, 3])
+def test_a_name_is_a_text(name: Any) -> None:
+    with pytest.raises(cs.errors.InvalidArgumentError, match="the name of a span is a text"):
+        cs.span(name)
