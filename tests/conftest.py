@@ -31,6 +31,7 @@ from tests.harness.processes import MARK
 from tests.harness.timing import unit
 
 from central_storage.diagnostics.logging_setup import configure_logging
+from cs_runtime import stacks
 
 #: Compiled modules are kept, as for users, whatever this environment says: else every process compiles all it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -96,7 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(3)}"
     tempfile.tempdir = None  # asked for once and remembered: ask again
-    configure_logging("script")  # opens its file here rather than in the first test, which would leave it behind
+    # These open their files here rather than in the first test, which would leave them behind.
+    configure_logging("script")
+    stacks.keep_ready()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from tests.client.ctl.test_step_times import TRAINING
+from tests.client.timeline.test_rings import TRAINING
 from tests.harness.processes import ROOT, run
 from tests.harness.timing import unit
 
-from central_storage.ctl.timeline import chrome_trace
+from central_storage.timeline.chrome_trace import chrome_trace
 
 
 @pytest.fixture

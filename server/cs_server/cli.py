@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
 from cs_proto.version import __version__
-from cs_runtime import machine, open_files
+from cs_runtime import machine, open_files, stacks
 from cs_runtime.waits import name_waits_after
 
 from .config import ServerConfig
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks.keep_ready()
     open_files.raise_limit()
     _configure_logging()
     try:

@@ -142,10 +142,11 @@ def _descriptors() -> list[str]:
 
 
 def _files() -> set[Path]:
-    """Run directories, and shared memory with names like ours or like those of ``multiprocessing``."""
+    """Run directories, and shared memory with names like ours or like those of ``multiprocessing``. The link to a run
+    directory that is gone is none: the next start removes what a killed supervisor has registered."""
     found: set[Path] = set()
     for directory in {tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir())}:
-        found.update(_named(directory, "cs-"))
+        found.update(path for path in _named(directory, "cs-") if path.exists())
     for path in _named("/dev/shm", "cs-", "psm_", "sem.mp-"):
         with suppress(FileNotFoundError):
             if path.stat().st_uid == os.getuid():

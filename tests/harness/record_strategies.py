@@ -22,6 +22,7 @@ from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import (
     MOST_AHEAD,
     ApplyPoint,
+    Counters,
     DevicePlace,
     ExtendSegment,
     Fetch,
@@ -216,6 +217,7 @@ def _joined() -> st.SearchStrategy[Any]:
 
 
 _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
+    Counters: lambda: _built(Counters, run=COUNTS),  # a number, while others name a run by its path
     Array: lambda: st.one_of(ARRAYS_INLINE, ARRAYS_IN_SEGMENTS),
     Joined: _joined,
     Location: lambda: st.builds(Location, SEGMENTS, st.integers(0, 1 << 50)),

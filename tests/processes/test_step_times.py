@@ -18,10 +18,10 @@ from tests.harness.processes import run
 from tests.harness.replicas import context
 
 import central_storage as cs
-from central_storage.ctl.commands import profile as command
+from central_storage.ctl.cli import FOUND, main
 from central_storage.ctl.profile import Profile, profile
-from central_storage.ctl.step_times import Moment, Rings, Step, slices, steps
-from central_storage.ctl.timeline import Recorder
+from central_storage.timeline.chrome_trace import Recorder
+from central_storage.timeline.rings import Moment, Rings, Step, slices, steps
 
 STEPS = 60
 
@@ -205,11 +205,7 @@ def test_slow_data_is_named(two: cs.CentralStorageStrategy, ahead: bool) -> None
 def test_a_profile_of_an_idle_service_says_so(
     two: cs.CentralStorageStrategy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.run(parser.parse_args([two.address, "--seconds", "0.2", "--json"])) == 1
+    assert main(["profile", two.address, "--seconds", "0.2", "--json"]) == FOUND
     assert json.loads(capsys.readouterr().out)["bottleneck"] == "no step ended while it was sampled"
 
 

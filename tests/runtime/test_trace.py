@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.ctl.step_times import GAP, Moment, Ring
+from central_storage.timeline.rings import GAP, Moment, Ring
 from cs_proto import step_times as layout
 from cs_proto.errors import ConfigurationError
 from cs_runtime import trace

@@ -17,7 +17,7 @@ from central_storage.core import context
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
 from cs_proto.version import __version__
-from cs_runtime import open_files
+from cs_runtime import open_files, stacks
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
@@ -115,7 +115,7 @@ def _end_with(connection: SupervisorLink) -> None:
     def watch() -> None:
         # When a stopped process continues, any of its threads may handle the signals, but only the thread that runs
         # Python code can print stacks safely.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, stacks.SIGNAL})
         with suppress(ShutdownError):
             while True:
                 poller.poll()

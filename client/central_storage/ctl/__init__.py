@@ -1,1 +1,1 @@
-"""What looks at a running service from outside: step times, the profile and the timeline of a training."""
+"""``cs-ctl``: looks at services that run, explains what they do, and ends them. It also reads step times."""

@@ -13,11 +13,10 @@ from contextlib import suppress
 import numpy as np
 
 from central_storage.observer.blocking import connect
+from central_storage.timeline.rings import Moment, Rings, Step, steps
 from cs_proto import segment_names
 from cs_proto.errors import CentralStorageError, InvalidArgumentError
 from cs_proto.frozen import frozen
-
-from .step_times import Moment, Rings, Step, steps
 
 __all__ = ["Commits", "Profile", "Replica", "as_json", "bandwidth", "bottleneck", "lines", "profile", "summary"]
 

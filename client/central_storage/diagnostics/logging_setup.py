@@ -11,6 +11,8 @@ import sys
 from contextlib import suppress
 from typing import Literal
 
+from cs_runtime import stacks
+
 from .bars import above_bars
 
 __all__ = ["announce", "announces", "configure_logging", "dump_stacks_on_signal", "show"]
@@ -56,7 +58,9 @@ def announce(line: str) -> None:
 
 
 def dump_stacks_on_signal() -> None:
-    """Make SIGUSR1 print the stacks of all threads to stderr, unless the script uses that signal itself."""
+    """Make SIGUSR1 print the stacks of all threads to stderr, unless the script uses that signal itself. Keep them
+    ready for ``cs-ctl stack``, too."""
+    stacks.keep_ready()
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and sys.stderr is not None:
         try:
             faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)

@@ -28,6 +28,7 @@ from .affinity import machine
 from .packages import python_path
 from .plan import Options, service_commands
 from .run_directory import RunDirectory
+from .service_file import ServiceFile
 from .supervisor.children import reap_adopted
 from .supervisor.connections import Peer
 from .supervisor.lifecycle import Service
@@ -81,10 +82,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.Namespace) -> Service:
-    logs = os.environ.get("CS_LOG_DIR")
+    parent = os.environ.get("CS_LOG_DIR")
+    logs = LogFiles.under(parent, run_directory) if parent else None
+    devices = tuple(options.devices.split(","))
+    ServiceFile.of(
+        run_directory,
+        options.script,
+        options.kind,
+        devices=devices,
+        parameter_device=options.parameter_device,
+        script_pid=options.owner_pid,
+        log_directory=logs.directory if logs else None,
+    ).write(run_directory)
     recovery = Recovery(options.max_restarts, options.server_recovery == "on", options.step_timeout)
     commands = service_commands(
-        Options(tuple(options.devices.split(",")), options.parameter_device, run_directory, recovery),
+        Options(devices, options.parameter_device, run_directory, recovery),
         os.environ,
         python=sys.executable,
         machine=machine(),
@@ -96,7 +108,7 @@ def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.
         commands,
         sink,
         start_timeout=options.start_timeout,
-        logs=LogFiles.under(logs, run_directory) if logs else None,
+        logs=logs,
         recovery=recovery,
         mailboxes=mailboxes_by_default() == "on",
     )
@@ -158,6 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m central_storage.launch.background", description=__doc__)
     parser.add_argument("--client-descriptor", type=int, required=True)
     parser.add_argument("--owner-pid", type=int, required=True)
+    parser.add_argument("--script", required=True)
+    parser.add_argument("--kind", choices=("script", "notebook"), required=True)
     parser.add_argument("--devices", required=True)
     parser.add_argument("--parameter-device", required=True)
     parser.add_argument("--start-timeout", type=float, default=60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from .packages import python_path
 from .plan import Command, Options, of_incarnation, script_command, service_commands, standby_commands
 from .remote.serve import serve
 from .run_directory import RunDirectory
+from .service_file import ServiceFile
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
 from .supervisor.output import LogFiles
@@ -153,16 +155,21 @@ def _launch(options: argparse.Namespace) -> int:
                 f"run {run_directory.name}: 1 script, {workers} ({', '.join(chosen)}), parameters on {owner}, "
                 f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}"
             )
-            return Plan(commands, banner)
+            return Plan(commands, banner, tuple(chosen), owner)
 
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
+        logs = _log_files(options, run_directory)
+        typed = shlex.join(arguments)
+        known = (compute, parameters) if options.devices else ((), "")
+        file = ServiceFile.of(run_directory.path, typed, "launcher", *known, log_directory=logs.directory)
         return run(
             run_directory,
             plan,
             script_command(run_directory.path, named, _environment(options), arguments, python=sys.executable),
             choose=None if options.devices else planned,
             start_timeout=options.start_timeout,
-            logs=_log_files(options, run_directory),
+            logs=logs,
+            service_file=file,
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
             medium=medium,
             recovery=_recovery(options),
@@ -202,13 +209,22 @@ def _serve(options: argparse.Namespace) -> int:
             numbers = (before.server + 1, *before.workers)
             commands = [of_incarnation(command, number) for command, number in zip(commands, numbers, strict=True)]
             again = "; it takes up the run of the supervisor that was killed"
+        logs = LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None
+        file = ServiceFile.of(
+            run_directory.path,
+            f"--serve {options.serve}",
+            "serve",
+            parameter_device=parameters,
+            log_directory=logs.directory if logs else None,
+        )
+        file.write(run_directory.path)
         return serve(
             run_directory,
             commands,
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
             f"transport {_transport(options, medium)}, directory {run_directory.path}{again}",
             start_timeout=options.start_timeout,
-            logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
+            logs=logs,
             medium=medium,
             recovery=plan.recovery,
             run_file=with_changes(before, return_timeout=begun.return_timeout)

@@ -23,6 +23,7 @@ from cs_runtime import open_files
 from .memory import Medium
 from .plan import Command, error_file
 from .run_directory import RunDirectory
+from .service_file import ServiceFile
 from .supervisor.children import Child, reap_adopted
 from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop, Signals
@@ -46,10 +47,13 @@ _LAST_WORDS = 0.4
 
 @frozen
 class Plan:
-    """The processes of a service, and the line that names their devices; processes that stand by have none yet."""
+    """The processes of a service, the line that names their devices, and these; processes that stand by have none
+    yet."""
 
     commands: Sequence[Command]
     banner: str
+    devices: tuple[str, ...] = ()
+    parameter_device: str = ""
 
 
 def run(
@@ -60,6 +64,7 @@ def run(
     choose: Callable[[DeviceChoice | None], Plan] | None,
     start_timeout: float,
     logs: LogFiles | None,
+    service_file: ServiceFile,
     keeps_logs: bool,
     medium: Medium,
     recovery: Recovery,
@@ -75,7 +80,7 @@ def run(
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
     """
     foreground = _Foreground(
-        run_directory, plan, script, choose, start_timeout, logs, keeps_logs, medium, recovery, mailboxes
+        run_directory, plan, script, choose, start_timeout, logs, service_file, keeps_logs, medium, recovery, mailboxes
     )
     code = foreground.run()
     if error_path and foreground.failure is not None:
@@ -92,6 +97,7 @@ class _Foreground:
         choose: Callable[[DeviceChoice | None], Plan] | None,
         start_timeout: float,
         logs: LogFiles | None,
+        service_file: ServiceFile,
         keeps_logs: bool,
         medium: Medium,
         recovery: Recovery,
@@ -102,6 +108,7 @@ class _Foreground:
         self._loop = Loop()
         self._console = Console(self._loop)
         self._logs = logs
+        self._file = service_file
         self._keeps_logs = keeps_logs
         self._service = Service(
             self._loop,
@@ -128,6 +135,7 @@ class _Foreground:
         with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
             if self._plan_for is None:
                 self._announce(self._plan)
+            self._file = self._file.write(self._directory.path)
             try:
                 self._service.start()
                 self._start_script()
@@ -151,6 +159,9 @@ class _Foreground:
         """What the service runs for this choice of the script."""
         assert self._plan_for is not None
         plan = self._plan_for(choice)
+        self._file = self._file.write(
+            self._directory.path, devices=plan.devices, parameter_device=plan.parameter_device
+        )
         self._announce(plan)
         return plan.commands
 
@@ -162,6 +173,8 @@ class _Foreground:
         except OSError as error:
             self._console.write("stderr", f"[cs-launch] {self._command.argv[0]}: {error.strerror}\n")
             self._service.stop()
+        else:
+            self._file = self._file.write(self._directory.path, script_pid=self._script.pid)
 
     def _script_ended(self, script: Child) -> None:
         grace = STOP_GRACE

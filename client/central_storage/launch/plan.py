@@ -66,6 +66,8 @@ class Command:
     incarnation: int = 1
     #: The processors it is kept on; on none in particular where there are none.
     processors: frozenset[int] = frozenset()
+    #: Its device in short form: of a worker that which computes, of the server that which holds the variables.
+    device: str = ""
     #: Whether it waits to be told which process it is; see :mod:`cs_runtime.standby`.
     is_standby: bool = False
 
@@ -101,11 +103,10 @@ def service_commands(
     """The server, then a worker for each device.
 
     ``environment`` is the user's; what it says about threads and where they run is obeyed. Otherwise the workers share
-    the cores of ``machine`` between them (see :func:`cores.shares`) and the server updates on all of them, since
-    the workers wait while it does; libraries have one thread in it, since it calls none that has use for more and
-    NumPy's would look for work while all processes start. A worker on GPUs sees these only; the server sees the GPU of
-    the variables or none; a worker on a CPU sees what the script sees. ``python_path`` is the PYTHONPATH with which
-    they find the project's packages.
+    the cores of ``machine`` between them and the server updates on all of them, since the workers wait while it does;
+    libraries have one thread in it, since it calls none that has use for more and NumPy's would look for work while all
+    processes start. A worker on GPUs sees these only; the server sees the GPU of the variables or none; a worker on a
+    CPU sees what the script sees. ``python_path`` is the PYTHONPATH with which they find the project's packages.
 
     Raises DeviceError where CUDA cannot show a worker what it is to have.
     """
@@ -133,6 +134,7 @@ def service_commands(
             **_gpu_variables(options.parameter_device, environment, machine),
             "CS_ROLE": "server",
         },
+        device=options.parameter_device,
     )
     workers = [
         Command(
@@ -150,6 +152,7 @@ def service_commands(
                 "LOCAL_WORLD_SIZE": str(replicas),
             },
             processors=share.processors,
+            device=device,
         )
         for rank, (device, share) in enumerate(zip(options.devices, split, strict=True))
     ]

@@ -2,34 +2,41 @@
 
 Its supervisor keeps its file ``lock`` locked, because libzmq would let a second server take over a live address without
 an error. The kernel releases the lock whatever kills the holder. So a directory whose lock is free is abandoned, and
-the next start removes it. Only supervisors use this module.
+the next start removes it. A directory that the user has named is registered by a symbolic link where the others are,
+so that ``cs-ctl`` finds all of them. Only supervisors and ``cs-ctl`` use this module.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from cs_proto.errors import ConfigurationError, LaunchError
 
-__all__ = ["RunDirectory"]
+__all__ = ["RunDirectory", "clean_up", "is_free", "known"]
 
 _log = logging.getLogger("central_storage.launch")
 
 _NAME = re.compile(r"cs-[0-9a-f]{8}")
 # The files of a run in its directory, except log files.
-_CONTENT = re.compile(r"lock|server|supervisor|error|run|run\.draft|w[0-9]+\.[0-9]+|segment\..+")
+_CONTENT = re.compile(
+    r"lock|server|supervisor|error|run|run\.draft|service\.json(\.draft)?|w[0-9]+\.[0-9]+|segment\..+"
+)
 # The files to remove when a run is taken up: the sockets of the killed processes.
 _STALE = re.compile(r"server|supervisor")
 # sockaddr_un holds 107 bytes of path, of which the longest name of a socket here may take 20, like its processes say.
 _PATH_NBYTES = 107
 _LONGEST_NAME = 20
+# How often a lock that is held is tried again, and the seconds between two tries.
+_TRIES, _TRY_EVERY = 5, 0.01
 
 
 class RunDirectory:
@@ -50,6 +57,7 @@ class RunDirectory:
         is too long or not a private directory of this user.
         """
         self.keep = keep
+        self._link: str | None = None
         clean_up()
         if path is None:
             self.path, self._lock = _fresh()
@@ -58,6 +66,7 @@ class RunDirectory:
             self.path = os.path.abspath(path)
             self._ours = not os.path.exists(self.path)
             self._lock = _take(self.path, is_taken_up or _never)
+            self._link = _register(self.path)
         self.name = os.path.basename(self.path).removeprefix("cs-")
 
     def remove(self) -> None:
@@ -69,6 +78,8 @@ class RunDirectory:
             _remove_tree(self.path)
         else:
             _remove_content(self.path)
+        if self._link is not None:
+            _unlink(self._link)
         self.forget()
 
     def forget(self) -> None:
@@ -79,11 +90,75 @@ class RunDirectory:
 
 
 def clean_up() -> None:
-    """Remove the run directories of this user's runs that no process holds any more, and nothing else."""
+    """Remove the run directories of this user's runs that no process holds any more, and nothing else: of directories
+    that users have named only the links."""
     for place in _places():
         for entry in _scan(place):
-            if _NAME.fullmatch(entry.name) and _is_ours(entry.path):
+            if not _NAME.fullmatch(entry.name):
+                continue
+            if _is_ours(entry.path):
                 _remove_if_dead(entry.path)
+            elif _is_our_link(entry.path) and is_free(entry.path):
+                _unlink(entry.path)
+
+
+def known() -> list[str]:
+    """The run directories of this user that are in the usual places or registered there, whether a process holds them
+    or not."""
+    runtime = f"/run/user/{os.geteuid()}"  # of services that were started in a login session, if this is none
+    found = []
+    for place in dict.fromkeys([*_places(), runtime]):
+        for entry in _scan(place):
+            path = os.path.realpath(entry.path)
+            is_named = _NAME.fullmatch(entry.name) is not None
+            if is_named and (_is_ours(entry.path) or _is_our_link(entry.path)) and _is_ours(path):
+                found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def is_free(path: str) -> bool:
+    """Whether no process holds the run directory."""
+    try:
+        lock = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
+
+
+def _register(path: str) -> str | None:
+    """Make a link to a directory that the user has named, where :func:`known` finds it; None if that is not needed, or
+    not possible."""
+    place = next(filter(_usable, _places()), None)
+    if place is None or (os.path.dirname(path) in _places() and _NAME.fullmatch(os.path.basename(path))):
+        return None
+    link = os.path.join(place, f"cs-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}")
+    _unlink(link)
+    try:
+        os.symlink(path, link)
+    except OSError as error:
+        _log.warning("cs-ctl ls does not show this service: %s cannot be made (%s)", link, error.strerror)
+        return None
+    return link
+
+
+def _unlink(link: str) -> None:
+    with suppress(OSError):  # it is gone, or is no link
+        os.unlink(link)
+
+
+def _is_our_link(path: str) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISLNK(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _fresh() -> tuple[str, int]:
@@ -120,6 +195,10 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
             f"the run directory {path} must belong to you and be closed to other users (chmod 700)"
         )
     lock = _lock(path)
+    for _ in range(_TRIES):
+        if lock is None:  # who looks whether it is free holds it for a moment
+            time.sleep(_TRY_EVERY)
+            lock = _lock(path)
     if lock is None:
         holder = Path(path, "lock").read_text().strip() or "unknown"
         raise LaunchError(

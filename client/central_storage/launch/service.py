@@ -21,6 +21,7 @@ from cs_proto.errors import LaunchError
 from cs_proto.messages import Shutdown
 
 from .packages import python_path
+from .service_file import origin
 
 __all__ = ["ServiceProcess", "start"]
 
@@ -88,11 +89,14 @@ def start(
     path = python_path(os.environ)
     recovery = recovery or Recovery()
     timeout = recovery.step_timeout
+    script, kind = origin()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [
         *(sys.executable, "-P", "-m", "central_storage.launch.background"),
         *("--client-descriptor", str(theirs.fileno())),
         *("--owner-pid", str(os.getpid())),
+        f"--script={script}",
+        *("--kind", kind),
         *("--devices", ",".join(devices)),
         *("--parameter-device", parameter_device),
         *("--start-timeout", str(start_timeout)),

@@ -32,6 +32,7 @@ from cs_worker.worker_thread import ThreadedWorker
 from .background import OwnerSink
 from .plan import Command
 from .run_directory import RunDirectory
+from .service_file import ServiceFile, origin
 from .supervisor.connections import Peer
 from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop
@@ -171,6 +172,14 @@ class ServiceThreads:
             undo.callback(theirs.close)
             self._run_directory = RunDirectory()
             undo.callback(self._run_directory.remove)
+            ServiceFile.of(
+                self._run_directory.path,
+                origin()[0],
+                "in-process",
+                devices=devices,
+                parameter_device=parameter_device,
+                script_pid=os.getpid(),
+            ).write(self._run_directory.path)
             # Compiling takes seconds, and no compiler survives the end of the interpreter in a thread of its own.
             kernels.load(run_directory=Path(self._run_directory.path))
             self._thread = threading.Thread(target=self._supervise, args=(theirs,), name="cs-supervisor", daemon=True)
@@ -207,8 +216,8 @@ class ServiceThreads:
 
     def _supervise(self, owner: socket.socket) -> None:
         loop, sink = Loop(), OwnerSink()
-        commands = [Command("server", 0, (), {})]
-        commands += [Command("worker", rank, (), {}) for rank in range(len(self._devices))]
+        commands = [Command("server", 0, (), {}, device=self._parameter_device)]
+        commands += [Command("worker", rank, (), {}, device=device) for rank, device in enumerate(self._devices)]
         service = Service(
             loop,
             self._run_directory.path,

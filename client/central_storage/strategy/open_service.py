@@ -118,7 +118,7 @@ def _chosen(compute_devices: device_names.Devices | None, parameter_device: str 
 def _record(link: ServiceLink, path: str) -> None:
     """Write a timeline to ``path`` when the link is closed; a further one of this script gets a number before the
     suffix."""
-    from central_storage.ctl.timeline import Recording
+    from central_storage.timeline.chrome_trace import Recording
 
     number = next(_timelines)
     try:

@@ -457,7 +457,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ContextError("a timeline is recorded by the script, and not in a replica")
         if not self.is_running:
             raise ShutdownError("this strategy was shut down; record a timeline while its service runs")
-        from central_storage.ctl.timeline import timeline  # only a script that asks for it needs this package
+        from central_storage.timeline.chrome_trace import timeline  # only a script that asks for it needs this package
 
         return timeline(self.address, path)
 

@@ -221,14 +221,16 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics, and the result of ``strategy.statistics()``: the server's counters.
+    """Reply to Statistics: the server's counters.
 
-    ``uptime`` is in seconds. ``replicas`` has the counts of each replica. ``parameter_nbytes`` and ``slot_nbytes`` are
-    the bytes of all variables and of all slots.
+    They are the result of ``strategy.statistics()``. ``uptime`` is in seconds. ``replicas`` has the counts of each
+    replica. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of all slots.
     ``posted`` counts the answers that were sent by mailbox. ``doorbells`` counts how often a doorbell woke a sleeping
     process: the server, or a process that it answered. A controller adds the workers that it has woken.
     ``captured`` counts the runs that the server decided in one pass, and ``uncaptured`` the others, by reason: pairs of
     words and a number. They count over the life of the service, also when the server is replaced.
+    ``run`` is the number of the controller's last finished run. ``waiting`` says what each open run waits for, and for
+    how long, in words.
 
     Examples:
         >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
@@ -250,6 +252,8 @@ class Counters(Record):
     doorbells: Count = 0
     captured: Count = 0
     uncaptured: tuple[tuple[str, Count], ...] = ()
+    run: Count = 0
+    waiting: tuple[str, ...] = ()
 
 
 @record(76)

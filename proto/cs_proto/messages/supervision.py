@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from cs_proto.descriptors import Location
-from cs_proto.records import Count, Range, Record, record
+from cs_proto.records import Count, Range, Record, Seconds, record
 
 from .shared import MOST_REPLICAS, Error, Incarnation, Number, Pid, Replica, Replicas, Role
 
@@ -235,3 +235,77 @@ class DeviceChoice(Record):
     def check(self) -> None:
         if not 1 <= len(self.devices) <= MOST_REPLICAS:
             self.refuse(f"{len(self.devices)} devices")
+
+
+#: What becomes of a service: ``starting`` until all processes are ready, ``recovering`` while a dead server is
+#: replaced, ``failed`` when it will not serve any more, ``stopping`` once it was told to end.
+ServiceState = Literal["starting", "serving", "recovering", "failed", "stopping"]
+
+
+@record(133)
+class ShowService(Record):
+    """Any process to supervisor, after its Introduce: ask how the service is."""
+
+
+@record(134)
+class ServiceReport(Record):
+    """Supervisor's answer to :class:`ShowService`, at any time of the service's life.
+
+    ``since`` is when it began, in seconds of Unix time. ``processes`` are the last incarnations of the server and of
+    each worker; there are none while a ``cs-launch`` waits for the script's devices. ``controllers`` are the pid and
+    the client of each connected script. ``events`` are the last things that the supervisor said, with their time:
+    deaths, restarts, refusals. ``restarts`` of at most ``max_restarts`` are used up.
+    """
+
+    state: ServiceState
+    since: Seconds
+    transport: str
+    processes: tuple[ServiceProcess, ...]
+    controllers: tuple[tuple[Pid, str], ...]
+    events: tuple[tuple[Seconds, str], ...]
+    restarts: Count
+    max_restarts: Count
+
+
+@record(135)
+class ServiceProcess(Record):
+    """A process of the service.
+
+    ``state`` is ``starting`` until it is ready, and ``ended`` if nothing runs in its place
+    yet. ``cause`` says why the incarnation before it ended, or why it ended itself; it is empty if nothing did."""
+
+    role: Literal["server", "worker"]
+    rank: Replica
+    incarnation: Incarnation
+    pid: Pid
+    device: str
+    state: Literal["starting", "ready", "ended"]
+    restarts: Count
+    cause: str
+
+
+@record(136)
+class ShowLog(Record):
+    """Any process to supervisor, after its Introduce: send the last lines that the service's processes printed; if
+    ``follow``, send also those that come."""
+
+    follow: bool
+
+
+@record(137)
+class LogLines(Record):
+    """Supervisor's answer to :class:`ShowLog`, in several packets, oldest line first. ``is_last`` is set in the packet
+    after which all earlier lines are sent; lines that come later follow it."""
+
+    lines: tuple[LogLine, ...]
+    is_last: bool
+
+
+@record(138)
+class LogLine(Record):
+    """A line that the process called ``label`` printed (``server``, ``w0``, or ``supervisor``), with its Unix time."""
+
+    time: Seconds
+    label: str
+    stream: Literal["stdout", "stderr"]
+    text: str

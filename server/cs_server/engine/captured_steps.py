@@ -30,6 +30,7 @@ from cs_proto.messages import (
     ApplyPoint,
     Ask,
     Configure,
+    Counters,
     Describe,
     Done,
     GatherPoint,
@@ -524,7 +525,7 @@ class CapturedSteps:
             for kind in self._kinds.values():
                 stored_steps.count(server, kind, self._counts[kind.number])
             dispatch.hear(server, event, now)
-            answer = list(server.out)
+            answer = [self._with_run(each) for each in server.out]
         except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             return None
         finally:
@@ -536,6 +537,12 @@ class CapturedSteps:
             tables.tally.seen[replica] = now
         tables.keep()
         return answer
+
+    def _with_run(self, command: Command) -> Command:
+        """The answer, in which the last captured step is the last finished run."""
+        if not self._run or not isinstance(command, Send) or not isinstance(command.record, Counters):
+            return command
+        return Send(command.peer, replace(command.record, run=self._run))
 
     def _configured(
         self, event: Received, record: Configure, answer: list[Command], now: float

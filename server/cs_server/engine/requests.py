@@ -37,7 +37,7 @@ from cs_server.events import Send, Write
 
 from . import sessions
 from .catalogue import optimizers, slabs, updates, variables
-from .steps import commits, runs
+from .steps import commits, runs, watchdog
 from .store import reasons
 from .store.state import State
 from .store.tables import HeldGet, Job, Request, SlotFill
@@ -290,6 +290,8 @@ def statistics(server: State, peer: bytes, record: Statistics, now: float) -> No
         replicas=replicas,
         captured=tally.captured,
         uncaptured=tuple((why, count) for why, count in zip(reasons.WORDS, tally.uncaptured, strict=True) if count),
+        run=runs.last_finished(server),
+        waiting=watchdog.waits(server, now),
     )
     server.out.append(Send(peer, counters))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import central_storage as cs
-from central_storage.ctl.step_times import Ring, spans
+from central_storage.timeline.rings import Ring, spans
 from cs_proto import step_times as layout
 from cs_runtime import trace
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from central_storage.ctl.commands import profile as command
+from central_storage.ctl.cli import NO_SERVICE, main
 from central_storage.ctl.profile import Commits, Profile, as_json, bandwidth, lines, profile, summary
-from central_storage.ctl.step_times import Step
-from cs_proto.errors import ConfigurationError, InvalidArgumentError, LaunchError
+from central_storage.timeline.rings import Step
+from cs_proto.errors import InvalidArgumentError
 
 MS = 1_000_000
 
@@ -84,11 +83,7 @@ def test_a_sample_has_steps_and_time(steps: int, seconds: float) -> None:
         profile("/nowhere", steps, seconds)
 
 
-def test_the_command_needs_a_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CS_ADDRESS", raising=False)
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    with pytest.raises(ConfigurationError, match="needs the run directory"):
-        command.run(parser.parse_args([]))
-    with pytest.raises(LaunchError, match="no service answers"):
-        command.run(parser.parse_args([str(tmp_path)]))
+def test_the_command_needs_a_service(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile"]) == NO_SERVICE
+    assert main(["profile", str(place)]) == NO_SERVICE
+    assert capsys.readouterr().err.startswith("cs-ctl: error: no service runs")

@@ -69,14 +69,17 @@ def test_the_next_start_removes_what_a_killed_run_left_and_only_that(runtime: Pa
     gone = dead(runtime)
     others = [dead(runtime, name) for name in ("cs-0123", "cs-0123abcdef", "xcs-0123abcd", "cs-0123ABCD")]
     living = RunDirectory()
-    link = runtime / "cs-ffffffff"
+    link, held = runtime / "cs-ffffffff", runtime / "cs-eeeeeeee"
     link.symlink_to(others[0])
+    held.symlink_to(living.path)
     RunDirectory().remove()
     assert not gone.exists()
     assert all(other.exists() for other in others)
     assert Path(living.path, "lock").exists()
-    assert link.is_symlink()
+    assert not link.is_symlink()  # nobody holds what it registers, which stays
+    assert held.is_symlink()
     living.remove()
+    held.unlink()
 
 
 def test_a_run_killed_with_its_directory_is_cleaned_up_by_the_next(runtime: Path) -> None:

@@ -575,10 +575,14 @@ def sum_of(said: list[Received]) -> int:
 
 def counted(engine: Engine, *others: Engine) -> tuple[int, dict[str, int]]:
     """What ``strategy.statistics()`` shows of the first engine; the others are asked, too."""
-    (answer,), *_ = [each.handle(hears(OBSERVER, Statistics(1)), 500.0) for each in (engine, *others)]
-    assert isinstance(answer, Send)
-    assert isinstance(answer.record, Counters)
-    return answer.record.captured, dict(answer.record.uncaptured)
+    records = []
+    for each in (engine, *others):
+        (answer,) = each.handle(hears(OBSERVER, Statistics(1)), 500.0)
+        assert isinstance(answer, Send)
+        assert isinstance(answer.record, Counters)
+        records.append(answer.record)
+    assert len({(record.run, record.waiting) for record in records}) == 1
+    return records[0].captured, dict(records[0].uncaptured)
 
 
 def test_captured_steps_are_counted_also_by_the_next_server() -> None:

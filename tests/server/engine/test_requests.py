@@ -401,6 +401,11 @@ def test_the_counters_count() -> None:
             ReplicaStatistics(1, 101, "CPU:1", runs=1, points=1, applies=1),
         ),
         uncaptured=(("the first gradients for a set of variables", 1),),
+        run=1,
+        waiting=(
+            "run 2: waiting 30.0 s for replica 1 (pid 101, w1.1), last seen 30 s ago; "
+            "replica 0 waits at all_reduce SUM (train.py:31)",
+        ),
     )
     book.on(hears(OBSERVER, Statistics(4)), Send(OBSERVER, counters))
 

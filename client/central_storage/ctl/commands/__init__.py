@@ -1,1 +1,1 @@
-"""The commands of ``cs-ctl``, one module for each."""
+"""The subcommands of ``cs-ctl``, one module each, with ``HELP``, ``add_arguments(parser)`` and ``run(options)``."""

@@ -142,8 +142,7 @@ class _Joining:
     def _start(self, joined: Joined) -> None:
         self._has_failed, self._died, self._next = False, None, None
         self._command = command = of_incarnation(self._command_of(joined), joined.incarnation)
-        device = command.argv[command.argv.index("--device") + 1]
-        self._say(f"worker {command.label} of {joined.replicas} on {device}, transport {joined.transport}")
+        self._say(f"worker {command.label} of {joined.replicas} on {command.device}, transport {joined.transport}")
         try:
             self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
         except OSError as error:

@@ -79,11 +79,16 @@ class Peer:
 
     def output(self, stream: Stream, text: str) -> None:
         """Send whole lines, or drop them if too much waits already."""
-        if self._queued_nbytes > _QUEUE_NBYTES:
+        if self.is_slow:
             self._dropped += text.count("\n")
             return
         for start in range(0, len(text), _OUTPUT_LIMIT):
             self._post(b"".join(encode(Output(stream, text[start : start + _OUTPUT_LIMIT]))))
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether so much waits that lines of output should be dropped."""
+        return self._queued_nbytes > _QUEUE_NBYTES
 
     def close(self) -> None:
         """Hang up. Idempotent."""

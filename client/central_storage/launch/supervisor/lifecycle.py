@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Medium, Memfd, Memory
@@ -38,7 +38,10 @@ from cs_proto.messages import (
     Ready,
     Role,
     SegmentRefused,
+    ServiceState,
     Serving,
+    ShowLog,
+    ShowService,
     ShowStacks,
     Shutdown,
     StartFailed,
@@ -53,6 +56,7 @@ from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
 from .output import LogFiles, Screen, Sink, Stream
 from .reception import Reception, as_record
+from .reporting import Reporter
 from .restarts import WORKED_SECONDS, Restarts
 from .seating import Seating
 from .seats import Elsewhere
@@ -68,7 +72,6 @@ _PROCESSES = ("server", "worker")
 #: Turns a controller's choice of devices into commands; None stands for a controller that leaves the choice to others.
 #: Raises a CentralStorageError for a choice that cannot be started.
 Choose = Callable[[DeviceChoice | None], Sequence[Command]]
-State = Literal["starting", "serving", "recovering", "failed", "stopping"]
 
 
 def transport_of(medium: Medium, *, mailboxes: bool) -> str:
@@ -118,7 +121,7 @@ class Service:
         self._takes_up = run_file is not None and run_file.serves
         #: Controllers that were connected to the previous supervisor and have not come back yet.
         self._awaited = set(run_file.clients) if run_file is not None and run_file.serves else set()
-        self._state: State = "recovering" if self._takes_up else "starting"
+        self._state: ServiceState = "recovering" if self._takes_up else "starting"
         self._start_child = start_child
         self._children = Processes()
         self._owner: Peer | None = None
@@ -131,14 +134,14 @@ class Service:
         self._left: list[str] = []
         self._timers: list[Timer] = []
         run = os.path.basename(run_directory).removeprefix("cs-")
-        medium = medium or Memfd(run)
-        self._memory = Memory(medium)
+        self._memory = Memory(medium := medium or Memfd(run))
         self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
         self._transport = transport_of(medium, mailboxes=mailboxes)
         self._choose = choose
         self._standbys = Standbys()
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
-        self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting)
+        self._reporter = Reporter(self._transport)
+        self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting, self._reporter.note)
         sink.on_room = self._children.listen
 
     def start(self) -> None:
@@ -269,6 +272,8 @@ class Service:
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor itself."""
+        self._reporter.note(text)
+        self._reporter.add("supervisor", "stderr", [text])
         self._screen.write("stderr", "supervisor", [text])
 
     def close(self) -> None:
@@ -289,6 +294,7 @@ class Service:
             return
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
+        self._reporter.add(child.command.label, stream, lines)
         self._screen.write(stream, child.command.label, lines)
         if self._screen.full and not child.asked:
             self._children.listen(False)
@@ -329,6 +335,7 @@ class Service:
             then = f"; restart {self._restarts.count} of {self._restarts.limit}" + f" in {pause:g} s" * (pause > 0)
         self.say(f"{name} ended by {died.cause}{then}")
         self._deaths[died.role, died.rank] = died
+        self._reporter.note_death(died)
         if died.role == "server":
             self._state = "failed" if pause is None else "recovering"
         self._reception.tell_all(died)
@@ -562,6 +569,13 @@ class Service:
         MadeProgress: (None, _has_worked),
         Died: (None, lambda self, peer, died: None if self._seating.has_died(peer, died) else _drop(peer, died)),
         Shutdown: (None, _shut_down),
+        ShowService: (
+            None,
+            lambda self, peer, _: peer.send(
+                self._reporter.report(self._state, self._children, self._reception.peers, self._restarts)
+            ),
+        ),
+        ShowLog: (None, lambda self, peer, request: self._reporter.show_log(peer, request)),
     }
 
 

@@ -42,14 +42,16 @@ class Reception:
         on_record: Callable[[Peer, Record], None],
         on_end: Callable[[Peer], None],
         is_waiting: Callable[[Peer], bool],
+        note: Callable[[str], None],
     ) -> None:
         """Does not listen yet. ``on_end`` is called once for each peer, when it has gone or was refused. ``is_waiting``
-        tells whether a peer may stay without an introduction for now."""
+        tells whether a peer may stay without an introduction for now. ``note`` is told of each refusal."""
         self.peers: list[Peer] = []
         self._loop = loop
         self._on_record = on_record
         self._on_end = on_end
         self._is_waiting = is_waiting
+        self._note = note
         self._again: Timer | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -102,6 +104,7 @@ class Reception:
     def refuse(self, peer: Peer, reason: str) -> None:
         """End a connection."""
         _log.error("%s; its connection is closed", reason)
+        self._note(reason)
         peer.close()
         self._ended(peer)
 

@@ -183,6 +183,14 @@ def finish_again(server: State) -> None:
             finish(server, run, state)
 
 
+def last_finished(server: State) -> int:
+    """The number of the controller's last finished run, of which the tables may keep only those that follow it. 0 if
+    there is none, or if the controller has left."""
+    known = [(run[0], state.is_finished) for run, state in server.tables.runs.items() if len(run) == 1]
+    before_open = min((number for number, is_finished in known if not is_finished), default=1) - 1
+    return max((number for number, is_finished in known if is_finished), default=before_open)
+
+
 def _token(server: State, run: RunId, k: int) -> Token:
     points = [server.tables.points[run, replica, k] for replica in server.replicas]
     return Token(run, k, tuple(point.arguments for point in points if isinstance(point, MergeCallPoint)))

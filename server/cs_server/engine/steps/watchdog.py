@@ -63,20 +63,8 @@ def _tick_run(server: State, run: RunId, state: RunState, now: float) -> None:
     if not stopped or now - max(min(stopped), state.named) < every:
         return
     server.tables.runs[run] = replace(state, named=now)
-    working = [replica for replica, stand in enumerate(stands) if not stand.is_stopped or stand.is_preserving]
-    seen = server.tables.tally.seen
-    awaited = [
-        f"{sessions.title(server, r)}, {'being started again' if r in server.tables.deaths else 'last seen'}"
-        + f" {now - seen[r]:.0f} s ago" * (r not in server.tables.deaths)
-        for r in working
-    ]
-    if state.token >= 0:
-        awaited.append(f"the merge function of {merge.title(server.tables.points[run, 0, state.token])}")
-    if not working:
-        awaited = [f"commit {server.tables.tally.committing}" if server.tables.tally.committing else "the service"]
-    where = [_where(server, run, replica, stand) for replica, stand in enumerate(stands) if stand.is_stopped]
-    where = where or ["no replica has come to a merge point"]
-    since, whom = f"{now - min(stopped):.0f} s", f"{' and '.join(awaited)}; {'; '.join(where)}"
+    working = _working(stands)
+    since, whom = f"{now - min(stopped):.0f} s", _whom(server, run, state, stands, now)
     controller = sessions.controller_peer(server)
     if state.awaited and controller is not None:  # which names it to the user
         server.out.append(Send(controller, WaitingFor(run, whom)))
@@ -89,6 +77,40 @@ def _tick_run(server: State, run: RunId, state: RunState, now: float) -> None:
         shows_stacks = _is_due(server, _ALONE_STACKS, now - state.awaited, _ALONE_STACKS_AFTER)
     if shows_stacks:
         _show_stacks(server, {*working, 0} if state.token >= 0 else working)
+
+
+def _working(stands: list[ReplicaProgress]) -> list[int]:
+    """The replicas that others wait for."""
+    return [replica for replica, stand in enumerate(stands) if not stand.is_stopped or stand.is_preserving]
+
+
+def _whom(server: State, run: RunId, state: RunState, stands: list[ReplicaProgress], now: float) -> str:
+    """For whom a run waits, and where its replicas are."""
+    seen, working = server.tables.tally.seen, _working(stands)
+    awaited = [
+        f"{sessions.title(server, r)}, {'being started again' if r in server.tables.deaths else 'last seen'}"
+        + f" {now - seen[r]:.0f} s ago" * (r not in server.tables.deaths)
+        for r in working
+    ]
+    if state.token >= 0:
+        awaited.append(f"the merge function of {merge.title(server.tables.points[run, 0, state.token])}")
+    if not working:
+        awaited = [f"commit {server.tables.tally.committing}" if server.tables.tally.committing else "the service"]
+    where = [_where(server, run, replica, stand) for replica, stand in enumerate(stands) if stand.is_stopped]
+    where = where or ["no replica has come to a merge point"]
+    return f"{' and '.join(awaited)}; {'; '.join(where)}"
+
+
+def waits(server: State, now: float) -> tuple[str, ...]:
+    """What each open run has waited for, and for how long."""
+    found = []
+    for run, state in sorted(server.tables.runs.items()):
+        stands = [server.tables.stands[run, replica] for replica in server.replicas]
+        stopped = [] if state.is_finished else _waiting(state, stands)
+        if stopped:
+            whom = _whom(server, run, state, stands, now)
+            found.append(f"{runs.name(run)}: waiting {now - min(stopped):.1f} s for {whom}")
+    return tuple(found)
 
 
 def _is_due(server: State, kind: int, waited: float, after: float = 0.0) -> bool:

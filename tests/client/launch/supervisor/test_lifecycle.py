@@ -29,6 +29,7 @@ from cs_proto.messages import (
     Died,
     Introduce,
     Kill,
+    LogLines,
     MakeMailbox,
     MakeSegment,
     OpenSegment,
@@ -36,7 +37,10 @@ from cs_proto.messages import (
     Ready,
     Segment,
     SegmentRefused,
+    ServiceReport,
     Serving,
+    ShowLog,
+    ShowService,
     ShowStacks,
     Shutdown,
     StartFailed,
@@ -519,3 +523,89 @@ def test_a_line_of_debug_for_every_record(world: World, caplog: pytest.LogCaptur
         "supervisor -> controller: Serving(",
     ):
         assert any(line.startswith(start) for line in lines), lines
+
+
+# --- those who look -------------------------------------------------------------------------------------------------
+
+
+def report_of(client: Client) -> ServiceReport:
+    client.send(ShowService())
+    while not isinstance(answer := client.receive(), ServiceReport):
+        assert answer is not None
+    return answer
+
+
+def log_of(client: Client, *, follow: bool) -> list[tuple[str, str, str]]:
+    client.send(ShowLog(follow))
+    lines: list[tuple[str, str, str]] = []
+    while True:
+        answer = client.receive()
+        assert answer is not None
+        if isinstance(answer, LogLines):
+            lines += [(line.label, line.stream, line.text) for line in answer.lines]
+            if answer.is_last:
+                return lines
+
+
+def test_a_service_says_how_it_is_from_its_start_on(world: World) -> None:
+    world.start(workers=2, w1_READY="print('a', 'b', sep='\\n'); print('drawn', end='\\r', file=sys.stderr)")
+    looker = world.client("observer")
+    assert report_of(looker).state in ("starting", "serving")
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    world.until(lambda: "drawn" in world.sink.text)
+    report = report_of(looker)
+    assert (report.state, report.restarts, report.max_restarts, report.events) == ("serving", 0, 3, ())
+    assert [(each.role, each.rank, each.state, each.cause) for each in report.processes] == [
+        ("server", 0, "ready", ""),
+        ("worker", 0, "ready", ""),
+        ("worker", 1, "ready", ""),
+    ]
+    assert report.controllers == ((os.getpid(), ""),)
+    assert log_of(looker, follow=False) == [("w1", "stdout", "a"), ("w1", "stdout", "b")]
+    world.service.stop()
+    assert report_of(looker).state == "stopping"
+
+
+def test_a_death_and_a_restart_are_told_with_their_cause(world: World) -> None:
+    world.start(workers=1)
+    looker = world.client("observer")
+    pid = kill_worker(world, world.client()).pid
+    world.until(lambda: "works in its place" in world.sink.text)
+    report = report_of(looker)
+    (worker,) = [each for each in report.processes if each.role == "worker"]
+    assert (worker.incarnation, worker.state, worker.restarts, worker.cause) == (2, "ready", 1, "SIGKILL")
+    assert report.restarts == 1
+    first, second = (text for _, text in report.events)
+    assert first == f"worker w0 (pid {pid}) ended by SIGKILL; restart 1 of 3"
+    assert second.endswith("works in its place")
+    assert log_of(looker, follow=True) == [("supervisor", "stderr", first), ("supervisor", "stderr", second)]
+    world.service.say("something new")
+    answer = looker.receive()
+    assert isinstance(answer, LogLines)
+    assert [line.text for line in answer.lines] == ["something new"]
+
+
+def test_who_follows_and_does_not_read_loses_lines_and_is_told(world: World) -> None:
+    world.start(workers=1)
+    looker = world.client("observer")
+    log_of(looker, follow=True)
+    for number in range(20_000):
+        world.service._reporter.add("w0", "stdout", [f"{number} {'x' * 400}"])
+    seen: list[str] = []
+    while not any("lines were dropped: they were not read in time" in text for text in seen):
+        answer = looker.receive()
+        assert answer is not None
+        if isinstance(answer, LogLines):
+            seen += [line.text for line in answer.lines]
+        world.service.say("more")
+    assert sum(text.endswith("x") for text in seen) < 20_000
+
+
+def test_only_the_last_lines_are_kept_and_long_ones_are_cut(world: World) -> None:
+    world.start(workers=1)
+    looker = world.client("observer")
+    world.service._reporter.add("w0", "stdout", [f"{number} {'ö' * 600}" for number in range(1200)])
+    lines = [text for _, _, text in log_of(looker, follow=False)]
+    assert len(lines) == 1000
+    assert (lines[0][:4], lines[-1][:5], len(lines[0])) == ("200 ", "1199 ", 500)

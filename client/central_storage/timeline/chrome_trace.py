@@ -21,7 +21,7 @@ import numpy as np
 
 from cs_proto.version import __version__
 
-from .step_times import CONTROLLER, SERVER, Moment, Rings, Slice, Span, role_of, slices, spans
+from .rings import CONTROLLER, SERVER, Moment, Rings, Slice, Span, role_of, slices, spans
 
 __all__ = ["LIMIT", "Recorder", "chrome_trace", "timeline"]
 
@@ -42,7 +42,7 @@ class Recorder:
     def __init__(self, address: str, limit: int = LIMIT) -> None:
         """Begin with the service in the run directory ``address``. Keeps the last ``limit`` moments.
 
-        Raises as :class:`.step_times.Rings` does.
+        Raises as :class:`.rings.Rings` does.
         """
         self._rings = Rings(address, from_now=True)
         self._limit = limit // len(self._rings.rings)

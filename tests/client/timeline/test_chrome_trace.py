@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.client.ctl.test_step_times import TRAINING
+from tests.client.timeline.test_rings import TRAINING
 from tests.harness.chrome_traces import checked
 
-from central_storage.ctl.step_times import Moment
-from central_storage.ctl.timeline import chrome_trace
+from central_storage.timeline.chrome_trace import chrome_trace
+from central_storage.timeline.rings import Moment
 
 
 def named(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from central_storage.ctl.step_times import GAP, Moment, Slice, Span, Step, slices, spans, steps
+from central_storage.timeline.rings import GAP, Moment, Slice, Span, Step, slices, spans, steps
 
 
 def moments(*said: tuple[int, str] | tuple[int, str, int]) -> list[Moment]:

@@ -1,0 +1,146 @@
+"""The command line of ``cs-ctl`` and ``cs-top``: reads it, and imports and runs the one subcommand that it names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
+
+from cs_proto.errors import CentralStorageError, ConfigurationError, LaunchError, NoAnswerError, ShutdownError
+from cs_proto.version import __version__
+
+__all__ = ["COMMANDS", "FOUND", "GOOD", "INVALID", "NO_ANSWER", "NO_SERVICE", "main", "parser_of", "top"]
+
+#: The exit codes.
+GOOD, FOUND, INVALID, NO_SERVICE, NO_ANSWER = range(5)
+_CTRL_C = 130
+
+#: Name -> module in ``commands``, in the order in which the help lists them.
+COMMANDS = {
+    "ls": "ls",
+    "status": "status",
+    "top": "top",
+    "profile": "profile",
+    "logs": "logs",
+    "stack": "stack",
+    "stop": "stop",
+    "completion": "completion",
+}
+
+_DESCRIPTION = """\
+Look at the services of your trainings, explain what they do, and end them. A service is found by itself, whether
+cs-launch, a script or a notebook has started it. Nothing here changes a training, except stop.
+"""
+
+_EPILOG = """\
+A service is named by its name or the beginning of it, by the pid of any of its processes, or by its run directory
+(strategy.address). Without a name, CS_ADDRESS counts, else the only service that runs.
+
+On a terminal, cs-ctl prints tables (pip install 'central-storage[ctl]'); in a pipe plain lines; with --json JSON whose
+fields the guide "cs-ctl" lists.
+
+exit codes:
+  0    good
+  1    the command found what it was asked to find: a service that is not well
+  2    invalid options
+  3    no such service
+  4    the service does not answer in time
+  130  Ctrl-C
+"""
+
+
+class Command(Protocol):
+    """A module of ``commands``."""
+
+    #: One line for ``cs-ctl --help``.
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments of the command; ``--json`` and ``--version`` are there."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it. Returns the exit code."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``cs-ctl`` and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Only the module of the command that is called is imported, unless somebody asks for help.
+    named = next((word for word in given if not word.startswith("-")), None)
+    return _run("cs-ctl", given, {named} if named in COMMANDS else None)
+
+
+def top(arguments: Sequence[str] | None = None) -> int:
+    """Run ``cs-top``, which is ``cs-ctl top``, and return its exit code."""
+    return _run("cs-top", sys.argv[1:] if arguments is None else arguments)
+
+
+def parser_of(program: str, names: set[str | None] | None = None) -> argparse.ArgumentParser:
+    """The parser of ``cs-ctl`` or ``cs-top``; with ``names``, the others of its subcommands have no arguments."""
+    if program == "cs-top":
+        return _of_command(_Parser("cs-top", formatter_class=_FORMATTER), "top")
+    parser = _Parser("cs-ctl", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_FORMATTER)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name in COMMANDS:
+        if names is None:
+            _of_command(commands.add_parser(name, help=_module(name).HELP, formatter_class=_FORMATTER), name)
+        elif name in names:
+            _of_command(commands.add_parser(name, formatter_class=_FORMATTER), name)
+    return parser
+
+
+_FORMATTER = argparse.RawDescriptionHelpFormatter
+
+
+def _module(name: str) -> Command:
+    return cast(Command, import_module(f"central_storage.ctl.commands.{COMMANDS[name]}"))
+
+
+def _of_command(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    module = _module(name)
+    parser.description = module.__doc__
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def _run(program: str, arguments: Sequence[str], names: set[str | None] | None = None) -> int:
+    try:
+        made = parser_of(program, names)
+        options = made.parse_args(arguments)
+        code = int(options.run(options))
+        sys.stdout.flush()
+    except ConfigurationError as error:
+        return _failed(program, error, INVALID)
+    except NoAnswerError as error:
+        return _failed(program, error, NO_ANSWER)
+    except (LaunchError, ShutdownError) as error:
+        return _failed(program, error, NO_SERVICE)
+    except CentralStorageError as error:
+        return _failed(program, error, FOUND)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GOOD
+    except KeyboardInterrupt:
+        return _CTRL_C
+    return code
+
+
+def _failed(program: str, error: Exception, code: int) -> int:
+    print(f"{program}: error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""List all services of this user.
+
+Each line is a service: its name, its script, the script's pid, how long it has run, its replicas, the number of its
+last step, steps a second over the last fraction of a second, what it does, and its run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from central_storage.ctl import printing, services
+from central_storage.ctl.reading import Looker, Reading, as_json
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "list all services of this user"
+
+# Seconds between the two looks that give the rate.
+_APART = 0.4
+# The most services that are asked at the same time.
+_AT_ONCE = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """As :class:`central_storage.ctl.cli.Command`."""
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="for each answer (default: 3)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """As :class:`central_storage.ctl.cli.Command`."""
+    entries = services.find()
+    # A stale one says so in its state, once: it is removed here.
+    with ExitStack() as stack:
+        lookers = [stack.enter_context(Looker(entry, options.timeout)) for entry in entries]
+        pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
+        readings = list(pool.map(lambda looker: looker.look(memory=False), lookers))
+        if any(reading.state == "running" for reading in readings):
+            time.sleep(_APART)
+            readings = list(pool.map(lambda looker: looker.look(memory=False), lookers))
+    if any(entry.is_stale for entry in entries):
+        services.clean()
+    if options.json:
+        printing.json_line([_listed(reading) for reading in readings])
+    elif not readings:
+        print("no service runs")
+    else:
+        _print(readings)
+    return 0
+
+
+def _listed(reading: Reading) -> dict[str, Any]:
+    """What ``status --json`` says, without what it takes long to read."""
+    return {name: value for name, value in as_json(reading).items() if name not in ("processes", "events")}
+
+
+def _print(readings: list[Reading]) -> None:
+    rows = [
+        (
+            reading.name,
+            state(reading),
+            printing.plain(reading.step),
+            printing.number(reading.rate),
+            ",".join(reading.devices) or printing.plain(reading.replicas),
+            printing.plain(reading.pid),
+            printing.age(None if reading.since is None else reading.time - reading.since),
+            printing.plain(reading.script),
+            reading.address,
+        )
+        for reading in readings
+    ]
+    columns = ("NAME", "STATE", "STEP", "STEPS/S", "DEVICES", "PID", "AGE", "SCRIPT", "ADDRESS")
+    printing.table(columns, rows, right=("STEP", "STEPS/S", "PID", "AGE"), folded=("SCRIPT", "ADDRESS"))
+
+
+def state(reading: Reading) -> str:
+    """What a service does, in a few words."""
+    return f"{reading.state} for {reading.waiting[0]}" if reading.waiting else reading.state

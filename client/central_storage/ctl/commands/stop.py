@@ -1,0 +1,154 @@
+"""End a service: as Ctrl-C does, and then harder.
+
+The script gets SIGINT, as from Ctrl-C, and after some seconds SIGTERM. With --kill-after, what is still there then gets
+SIGKILL. A notebook is only interrupted: its service ends, and the notebook stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from central_storage.ctl import printing, processes
+from central_storage.ctl.asking import Supervisor
+from central_storage.ctl.services import Entry, choose
+from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "end a service as Ctrl-C does, and then harder"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """As :class:`central_storage.ctl.cli.Command`."""
+    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    parser.add_argument(
+        "--wait", type=float, default=10.0, metavar="SECONDS", help="to wait after each signal (default: 10)"
+    )
+    parser.add_argument(
+        "--kill-after", type=float, metavar="SECONDS", help="after SIGTERM, wait so long and then send SIGKILL"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """As :class:`central_storage.ctl.cli.Command`. 4: the service is still there."""
+    for name in ("wait", "kill_after"):
+        seconds = getattr(options, name)
+        if seconds is not None and not 0 <= seconds < 1e6:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is a number of seconds below 1e6, not {seconds:g}")
+    entry = choose(options.service)
+    with ExitStack() as undo:
+        ending = _Ending(entry, undo)
+        begun = time.monotonic()
+        sent = ending.end(options.wait, options.kill_after, _quiet if options.json else _say)
+    seconds = time.monotonic() - begun
+    if options.json:
+        printing.json_line({"name": entry.name, "address": entry.path, "signals": sent, "seconds": round(seconds, 3)})
+    else:
+        print(f"{entry.name} has ended")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+class _Ending:
+    """The processes to signal, held by descriptors: a pid may be another process's by the time it is used."""
+
+    def __init__(self, entry: Entry, undo: ExitStack) -> None:
+        self._entry = entry
+        file = entry.file
+        supervisor = file.supervisor if file is not None else self._connected()
+        if file is not None and processes.status(supervisor) is not None and not self._is_supervisor(supervisor):
+            raise LaunchError(f"{entry.name} runs in another container, whose processes cannot be signalled from here")
+        self._undo = undo
+        self._supervisor = self._held(supervisor)
+        if self._supervisor is None:
+            raise LaunchError(f"{entry.name} has ended")
+        self._script = self._held(entry.script_pid) if entry.script_pid else None
+        self._is_notebook = file is not None and file.kind == "notebook"
+        self._ignores_ctrl_c = processes.ignores(entry.script_pid or supervisor, signal.SIGINT)
+        self._is_thread = entry.script_pid == supervisor
+
+    def end(self, wait: float, kill_after: float | None, say: Callable[[str], None]) -> list[str]:
+        """Send signals until the service has ended; the names of those that were needed. Raises NoAnswerError."""
+        sent = []
+        for number, seconds in ((signal.SIGINT, wait), (signal.SIGTERM, wait if kill_after is None else kill_after)):
+            targets = self._targets(number)
+            if targets:
+                sent.append(number.name)
+                say(f"{number.name} to {self._entry.name}")
+                for target in targets:
+                    processes.send(target, number)
+                # An interrupted notebook goes on, and so does its service.
+                if self._has_ended(0.0 if self._is_notebook and number == signal.SIGINT else seconds):
+                    return sent
+        if kill_after is None:
+            raise NoAnswerError(
+                f"{self._entry.name} is still there {wait:g} s after SIGTERM; --kill-after SECONDS ends it by SIGKILL"
+            )
+        sent.append("SIGKILL")
+        say(f"SIGKILL to {self._entry.name}")
+        for target in self._targets(signal.SIGKILL):
+            processes.send(target, signal.SIGKILL)
+        if not self._has_ended(wait):
+            raise NoAnswerError(f"{self._entry.name} is still there {wait:g} s after SIGKILL: it waits in the kernel")
+        return sent
+
+    def _targets(self, number: signal.Signals) -> list[int]:
+        """Who gets a signal. Ctrl-C reaches script and launcher, as from a terminal, but nobody who ignores it. A
+        service ends with its script; one of a notebook is ended by itself."""
+        assert self._supervisor is not None
+        file = self._entry.file
+        script = [self._script] if self._script is not None else []
+        if not script or self._is_thread or (self._is_notebook and number != signal.SIGINT):
+            return [] if number == signal.SIGINT and self._ignores_ctrl_c else [self._supervisor]
+        if self._is_notebook:
+            return script
+        if number == signal.SIGKILL:
+            return [*script, self._supervisor]
+        is_launched = file is not None and file.kind == "launcher"
+        if number == signal.SIGTERM:
+            return [self._supervisor] if is_launched else script
+        if self._ignores_ctrl_c:
+            return []
+        return [*script, self._supervisor] if is_launched else script
+
+    def _has_ended(self, seconds: float) -> bool:
+        assert self._supervisor is not None
+        poller = select.poll()
+        poller.register(self._supervisor, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
+
+    def _held(self, pid: int) -> int | None:
+        found = processes.open_pid(pid)
+        if found is not None:
+            self._undo.callback(os.close, found)
+        return found
+
+    def _connected(self) -> int:
+        with Supervisor(self._entry.path, 5.0) as supervisor:
+            return supervisor.pid
+
+    def _is_supervisor(self, pid: int) -> bool:
+        """Whether the process holds the run directory: one of its descriptors is the lock."""
+        lock = os.path.join(self._entry.path, "lock")
+        try:
+            return any(
+                os.path.samefile(f"/proc/{pid}/fd/{entry}", lock)
+                for entry in os.listdir(f"/proc/{pid}/fd")
+                if os.path.exists(f"/proc/{pid}/fd/{entry}")
+            )
+        except OSError:
+            return False

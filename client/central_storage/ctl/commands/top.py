@@ -1,0 +1,199 @@
+"""Watch one service, redrawn in place.
+
+Keys: q quits; p pauses the picture; s or n, c, m, r sort the processes; 0 to 9 show the log of that worker, v that of
+the server, l all lines, Esc none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from central_storage.ctl import printing, screen
+from central_storage.ctl.asking import Supervisor
+from central_storage.ctl.reading import Looker, Reading, as_json
+from central_storage.ctl.services import Entry, choose
+from central_storage.ctl.shares import TITLE, shares
+from cs_proto.errors import CentralStorageError, ConfigurationError
+from cs_proto.messages import LogLine
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "watch one service, redrawn in place"
+
+# The memory of a process takes milliseconds to read, so not every look reads it.
+_MEMORY_EVERY = 5.0
+_RATES = 500
+_LINES = 1000
+_ESCAPE = "\x1b"
+# What terminals understand: to another screen without a cursor, back, to the first line, and to clear the rest of one.
+_OTHER_SCREEN, _FIRST_SCREEN, _HOME, _REST = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """As :class:`central_storage.ctl.cli.Command`."""
+    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    parser.add_argument(
+        "-d", "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+    )
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="for each answer (default: 2)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """As :class:`central_storage.ctl.cli.Command`. In a pipe, or with ``--json``, it prints a line for each look."""
+    if not 0.05 <= options.interval < 1e6:
+        raise ConfigurationError(f"--interval is a number of seconds from 0.05 to 1e6, not {options.interval:g}")
+    entry = choose(options.service)
+    with Looker(entry, options.timeout) as looker:
+        if options.json or not (sys.stdin.isatty() and printing.is_terminal()):
+            return _lines(looker, options)
+        with _Log(entry, options.timeout) as log:
+            return _Top(looker, log, options.interval).run()
+
+
+def _lines(looker: Looker, options: argparse.Namespace) -> int:
+    """One line for each look, until the service is over."""
+    while True:
+        reading = looker.look()
+        if options.json:
+            printing.json_line(as_json(reading))
+        else:
+            wait = f" for {reading.waiting[0]}" if reading.waiting else ""
+            step, rate = printing.plain(reading.step), printing.number(reading.rate)
+            print(f"{reading.name}  {reading.state}{wait}  step {step}  {rate} steps/s", flush=True)
+        if reading.state == "over":
+            return 0
+        time.sleep(options.interval)
+
+
+class _Log:
+    """The last lines of the service's processes, as they come."""
+
+    def __init__(self, entry: Entry, timeout: float) -> None:
+        self._lines: deque[LogLine] = deque(maxlen=_LINES)
+        self._supervisor: Supervisor | None = None
+        with suppress(CentralStorageError):
+            self._supervisor = Supervisor(entry.path, timeout)
+            self._supervisor.follow()
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._supervisor is not None:
+            self._supervisor.close()
+
+    def of(self, label: str) -> list[str]:
+        """The lines of one process, or of all if ``label`` is empty."""
+        if self._supervisor is not None:
+            try:
+                self._lines.extend(self._supervisor.waiting_lines())
+            except CentralStorageError:  # the service has ended, and what it printed stays
+                self._supervisor.close()
+                self._supervisor = None
+        return [f"[{line.label}] {line.text}" for line in self._lines if label in ("", line.label)]
+
+
+class _Top:
+    """The loop: look, draw, hear keys."""
+
+    def __init__(self, looker: Looker, log: _Log, interval: float) -> None:
+        self._looker = looker
+        self._log = log
+        self._interval = interval
+        self._rates: deque[float | None] = deque(maxlen=_RATES)
+        self._before: Reading | None = None
+        self._reading: Reading | None = None
+        self._memory_at = 0.0
+        self._sort = "name"
+        self._label: str | None = None  # whose log is shown; "" for all, None for none
+        self._is_paused = False
+
+    def run(self) -> int:
+        with _terminal() as descriptor:
+            due = 0.0
+            while True:
+                now = time.monotonic()
+                if now >= due:
+                    due = now + self._interval
+                    self._look()
+                size = os.get_terminal_size(sys.stdout.fileno())
+                print(_HOME + f"{_REST}\r\n".join(self._drawn(size.columns, size.lines)) + _REST, end="", flush=True)
+                if not self._hear(descriptor, due - time.monotonic()):
+                    return 0
+
+    def _look(self) -> None:
+        if self._is_paused or (self._reading is not None and self._reading.state == "over"):
+            return
+        wants_memory = time.monotonic() >= self._memory_at
+        if wants_memory:
+            self._memory_at = time.monotonic() + _MEMORY_EVERY
+        self._before, self._reading = self._reading, self._looker.look(memory=wants_memory)
+        self._rates.append(self._reading.rate)
+
+    def _drawn(self, columns: int, rows: int) -> list[str]:
+        assert self._reading is not None
+        return screen.drawn(
+            self._reading,
+            self._rates,
+            shares(self._before, self._reading),
+            shares_title=TITLE,
+            sort=self._sort,
+            is_paused=self._is_paused,
+            log=None if self._label is None else self._log.of(self._label),
+            columns=columns,
+            rows=rows,
+        )
+
+    def _hear(self, descriptor: int, timeout: float) -> bool:
+        """Wait for a key until the next look, and act on it. False if the user quits."""
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        if not poller.poll(max(0.0, timeout) * 1000):
+            return True
+        keys = os.read(descriptor, 64).decode("utf-8", "replace")
+        if not keys:
+            return False
+        for key in [keys] if keys.startswith(_ESCAPE) else keys:  # an arrow is Esc and more
+            if key in "qQ\x03":
+                return False
+            self._press(key)
+        return True
+
+    def _press(self, key: str) -> None:
+        orders = list(screen.SORTS.values())
+        if key == "p":
+            self._is_paused = not self._is_paused
+        elif key == "s":
+            self._sort = orders[(orders.index(self._sort) + 1) % len(orders)]
+        elif key in screen.SORTS:
+            self._sort = screen.SORTS[key]
+        elif key.isdecimal():
+            self._label = None if self._label == f"w{key}" else f"w{key}"
+        elif key in ("l", "v"):
+            wanted = {"l": "", "v": "server"}[key]
+            self._label = None if self._label == wanted else wanted
+        elif key.startswith(_ESCAPE):
+            self._label = None
+
+
+@contextmanager
+def _terminal() -> Iterator[int]:
+    """The terminal shows another screen, gives each key at once, and does not show it. What was there comes back."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        print(_OTHER_SCREEN, end="")
+        yield descriptor
+    finally:
+        print(_FIRST_SCREEN, end="", flush=True)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,107 @@
+"""Output for people on a terminal, plain lines in a pipe, and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from .extras import has
+
+__all__ = ["age", "clock", "is_terminal", "json_line", "number", "plain", "size", "table"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def is_terminal() -> bool:
+    """Whether a person reads standard output."""
+    return sys.stdout.isatty()
+
+
+def json_line(value: object) -> None:
+    """Print a value as JSON: indented for people, on one line in a pipe."""
+    print(json.dumps(value, indent=2 if is_terminal() else None), flush=True)
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), folded: Sequence[str] = ()
+) -> None:
+    """Print rows below the names of their columns. Columns named in ``right`` are aligned to the right. On a terminal
+    those named in ``folded`` go on in the next line if it is narrow; in a pipe nothing is folded."""
+    if is_terminal() and has("rich"):
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for name in columns:
+            side: Literal["left", "right"] = "right" if name in right else "left"
+            shown.add_column(name, justify=side, overflow="fold", no_wrap=name not in folded)
+        for row in rows:
+            shown.add_row(*map(Text, row))
+        Console().print(shown)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        cells = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def size(nbytes: int | None) -> str:
+    """``1.5 GB`` for a number of bytes, ``-`` for none.
+
+    Examples:
+        >>> size(1_500_000_000), size(999), size(12_345), size(None)
+        ('1.5 GB', '999 B', '12 kB', '-')
+    """
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit and value < 9.95 else f"{value:.0f} {_UNITS[unit]}"
+
+
+def number(value: float | None) -> str:
+    """A number with three digits that count, ``-`` for none.
+
+    Examples:
+        >>> number(0.01234), number(3.14159), number(1234.5), number(0), number(None)
+        ('0.0123', '3.14', '1234', '0', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value == 0 or abs(value) >= 100 else f"{value:.3g}"
+
+
+def age(seconds: float | None) -> str:
+    """How long something lasts.
+
+    Examples:
+        >>> age(5), age(125), age(7384), age(200_000), age(None)
+        ('5s', '2m05s', '2h03m', '2d07h', '-')
+    """
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    for unit, name, small, letter in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit}{name}{whole % unit // small:02d}{letter}"
+    return f"{whole}s"
+
+
+def clock(moment: float) -> str:
+    """The local time of a Unix time; with the date if it is another day."""
+    then, now = time.localtime(moment), time.localtime()
+    is_today = then[:3] == now[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)
+
+
+def plain(value: Any) -> str:
+    """A value in a table; ``-`` for none."""
+    return "-" if value in (None, "") else str(value)

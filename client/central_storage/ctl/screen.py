@@ -1,0 +1,117 @@
+"""The picture that ``cs-ctl top`` draws: lines of text for a terminal of so many columns and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import printing
+from .reading import Process, Reading
+
+__all__ = ["SORTS", "bar", "drawn", "sparkline"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+#: The orders of the processes, by the key that chooses one.
+SORTS = {"n": "name", "c": "processor", "m": "memory", "r": "restarts"}
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The last values as blocks between 0 and the largest; a space where there is none.
+
+    Examples:
+        >>> sparkline([0, 4, 8, None, 8], 5), sparkline([1, 1, 2], 2), sparkline([], 3)
+        ('▁▄█ █', '▄█', '')
+    """
+    shown = list(values)[-width:] if width > 0 else []
+    most = max((value for value in shown if value is not None), default=0.0)
+    return "".join(
+        " " if value is None else _BLOCKS[min(7, int(value / most * 7.999)) if most else 0] for value in shown
+    )
+
+
+def bar(share: float, width: int) -> str:
+    """A bar for a share from 0 to 1.
+
+    Examples:
+        >>> bar(0.5, 4), bar(1, 2), bar(0.06, 4)
+        ('██  ', '██', '▎   ')
+    """
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def drawn(
+    reading: Reading,
+    rates: Sequence[float | None],
+    shares: Sequence[tuple[str, float]],
+    *,
+    shares_title: str,
+    sort: str,
+    is_paused: bool,
+    log: Sequence[str] | None,
+    columns: int,
+    rows: int,
+) -> list[str]:
+    """At most ``rows`` lines of at most ``columns`` characters: the service, its rate, its processes, where the time
+    goes, and its last events or the lines of ``log``. What has no room is left out from below; the keys stay."""
+    cpu = dict(shares)
+    lines = [*_head(reading, is_paused), _rate_line(reading, rates, columns), ""]
+    lines += _processes(sorted(reading.processes, key=lambda each: _order(each, sort, cpu)), cpu, columns)
+    if shares and rows - len(lines) > len(shares) + 3:
+        width = max(10, min(50, columns - 20))
+        lines += ["", shares_title]
+        lines += [f"  {label[:10]:<10} {bar(share, width)} {100 * share:3.0f} %" for label, share in shares]
+    room = rows - len(lines) - 3
+    if log is not None:
+        lines += ["", "log (Esc: back)", *(list(log)[-room:] if room > 0 else [])]
+    elif reading.events and room > 0:
+        lines += ["", "events", *(f"  {printing.clock(e.time)}  {e.text}" for e in reading.events[-room:])]
+    keys = "q quit  p pause  s sort: " + f"{sort}  0-9 log of that worker  v server  l all logs"
+    lines = lines[: rows - 1]
+    lines += [""] * (rows - 1 - len(lines))
+    return [line.replace("\t", " ")[:columns] for line in (*lines, keys)]
+
+
+def _head(reading: Reading, is_paused: bool) -> list[str]:
+    age = printing.age(None if reading.since is None else reading.time - reading.since)
+    wait = f" for {reading.waiting[0]}" if reading.waiting else ""
+    paused = "  [paused]" if is_paused else ""
+    shared = None if reading.shared_nbytes is None else sum(reading.shared_nbytes.values())
+    return [
+        f"{reading.name}  {reading.state}{wait}{paused}",
+        f"{printing.plain(reading.script)}  {age}  shared {printing.size(shared)}  "
+        f"restarts {printing.plain(reading.restarts)}  {printing.plain(reading.transport)}",
+    ]
+
+
+def _rate_line(reading: Reading, rates: Sequence[float | None], columns: int) -> str:
+    text = f"step {printing.plain(reading.step)}  {printing.number(reading.rate)} steps/s  "
+    text += f"(average {printing.number(reading.average_rate)})  "
+    return text + sparkline(rates, columns - len(text) - 1)
+
+
+def _processes(shown: Sequence[Process], cpu: dict[str, float], columns: int) -> list[str]:
+    titles = f"{'PROCESS':<10} {'PID':>7} {'STATE':<9} {'DEVICE':<6} {'CPU':>5} {'PRIVATE':>7} {'RESTARTS':>8}"
+    lines = [f"{titles}  WAITS FOR"]
+    for each in shown:
+        name = f"{each.label}.{each.incarnation}" if each.incarnation else each.label
+        share = f"{100 * cpu[each.label]:.0f} %" if each.label in cpu else "-"
+        why = each.waits_for or (f"ended by {each.cause}" if each.cause else "")
+        lines.append(
+            f"{name[:10]:<10} {each.pid or '-':>7} {printing.plain(each.state)[:9]:<9} "
+            f"{printing.plain(each.device):<6} {share:>5} {printing.size(each.private_nbytes):>7} "
+            f"{each.restarts if each.incarnation else '-':>8}  {why}"
+        )
+    return lines
+
+
+def _order(process: Process, sort: str, cpu: dict[str, float]) -> tuple[float, int]:
+    ranks = {"supervisor": 0, "script": 1, "server": 2, "worker": 3}
+    keys = {
+        "processor": -cpu.get(process.label, 0.0),
+        "memory": -float(process.private_nbytes or 0),
+        "restarts": -float(process.restarts),
+    }
+    return keys.get(sort, 0.0), ranks[process.role]

@@ -1,0 +1,163 @@
+"""The command line: what is imported, exit codes, and completion."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.client.ctl.conftest import reading
+from tests.harness.processes import ROOT
+
+from central_storage.ctl import cli, extras
+from central_storage.ctl.commands import completion, ls, status
+from central_storage.ctl.reading import Process, Reading, as_json
+from central_storage.launch.packages import python_path
+from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import fields_of
+
+GUIDE = (ROOT / "docs/guide/cs-ctl.md").read_text()
+
+
+def test_the_package_imports_nothing_of_cs_ctl() -> None:
+    program = (
+        "import sys, central_storage as cs, central_storage.launch.cli\n"
+        "cs.CentralStorageStrategy, cs.connect, cs.Variable\n"
+        "print([name for name in sys.modules if name.startswith(('central_storage.ctl', 'rich', 'shtab'))])"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ) or ""}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "[]\n"
+
+
+def test_a_command_is_imported_only_when_it_is_called() -> None:
+    program = (
+        "import sys; from central_storage.ctl import cli; print(cli.main(['completion', 'fish', '--for', 'none']))\n"
+        "print([name for name in sys.modules if name.startswith('central_storage.ctl.commands.')])"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ) or ""}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "2\n['central_storage.ctl.commands.completion']\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "cs-ctl: error: the following arguments are required: COMMAND; see cs-ctl --help"),
+        (["fly"], 2, "invalid choice: 'fly'"),
+        (["status", "--fly"], 2, "unrecognized arguments: --fly"),
+        (["status"], 3, "cs-ctl: error: no service runs"),
+        (["status", "/nowhere"], 3, "cs-ctl: error: no service runs in /nowhere"),
+        (["stop", "--wait", "-1", "/nowhere"], 2, "--wait is a number of seconds below 1e6, not -1"),
+        (["stop", "--kill-after", "nan", "/nowhere"], 2, "--kill-after is a number of seconds below 1e6, not nan"),
+        (["logs", "--lines", "-1"], 2, "--lines must be a number from 1, not -1"),
+        (["top", "--interval", "0"], 2, "--interval is a number of seconds from 0.05 to 1e6, not 0"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_mistakes_have_their_exit_codes(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == code
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.usefixtures("place")
+def test_no_service_is_nothing_bad(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls"]) == 0
+    assert cli.main(["ls", "--json"]) == 0
+    assert capsys.readouterr().out == "no service runs\n[]\n"
+
+
+def test_the_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert re.search(rf"^    {name}\s", said, re.MULTILINE)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            cli.main([name, "--version"])
+        assert capsys.readouterr().out.startswith(f"cs-ctl {name} ")
+    for code in (0, 1, 2, 3, 4, 130):
+        assert f"\n  {code:<4} " in said
+        assert f"| {code} |" in GUIDE
+
+
+def test_ctrl_c_and_a_closed_pipe_have_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ls, "run", pressed)
+    assert cli.main(["ls"]) == 130
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "has", lambda module: False)
+    with pytest.raises(ConfigurationError, match=r"^this needs rich: pip install 'central-storage\[ctl\]'$"):
+        extras.require("rich", "ctl")
+
+
+def test_the_guide_lists_the_fields_of_the_json() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", GUIDE, re.MULTILINE)
+    assert listed == [*fields_of(Reading), *fields_of(Process)]
+    value = as_json(reading())
+    assert list(value) == list(fields_of(Reading))
+    assert list(value["processes"][0]) == list(fields_of(Process))
+
+
+def test_status_shows_what_was_read(capsys: pytest.CaptureFixture[str]) -> None:
+    status._print(reading(state="waiting", waiting=("replica 1", "replica 2")))
+    said = capsys.readouterr().out
+    for line in (
+        "service:   train-1f3a  (/run/cs-1f3a22bb)",
+        "script:    train.py --rate 0.1  (plain Python, in /home/me)",
+        "state:     waiting for replica 1",
+        "           and for replica 2",
+        "step:      42; 12.5 steps/s now, 10 on average",
+        "captured:  40 of 42 steps (95 %)",
+        "memory:    private 5.0 MB; shared 1.2 kB (parameters 400 B, slots 800 B)",
+        "restarts:  0 of at most 3",
+        "         2  a failure or Ctrl-C",
+    ):
+        assert f"{line}\n" in said
+
+
+def test_nothing_that_could_not_be_read_stops_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"name", "address", "state", "waiting", "devices", "processes", "events", "time"}
+    bare = reading(**{name: None for name in fields_of(Reading) if name not in given}, state="over", devices=())
+    nothing = dict.fromkeys(("incarnation", "device", "state", "cpu_seconds", "resident_nbytes"))
+    unread = Process(**{name: getattr(bare.processes[0], name) for name in fields_of(Process)} | nothing)
+    status._print(reading(**{name: getattr(bare, name) for name in fields_of(Reading)} | {"processes": (unread,)}))
+    ls._print([bare])
+    assert "state:     over\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_takes_its_completions(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--follow" in script
+    if shell == "bash":
+        probe = tmp_path / "probe.sh"
+        calls = "COMP_WORDS=(cs-ctl sta); COMP_CWORD=1; _shtab_cs_ctl cs-ctl sta cs-ctl; echo ${COMPREPLY[@]}"
+        probe.write_text(f"{script}\n{calls}\n")
+        said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True)
+        assert set(said.stdout.split()) == {"status", "stack"}
+
+
+def test_fish_takes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "complete -c cs-ctl -n __fish_use_subcommand -a ls -d 'list all services of this user'" in lines
+    follow = (
+        "complete -c cs-ctl -n '__fish_seen_subcommand_from logs' -s f -l follow -d 'go on with the lines that come'"
+    )
+    assert follow in lines
+    assert any(line.endswith("-a 'bash zsh fish' -d 'your shell'") for line in lines)
+    assert completion.fish(cli.parser_of("cs-top")).startswith("complete -c cs-top -f\n")

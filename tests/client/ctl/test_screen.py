@@ -1,0 +1,89 @@
+"""The picture of cs-top at every size of a terminal, and the shares behind its bars."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.client.ctl.conftest import process, reading
+
+from central_storage.ctl.reading import Event
+from central_storage.ctl.screen import SORTS, bar, drawn, sparkline
+from central_storage.ctl.shares import shares
+
+EVENTS = tuple(Event(1000.0 + number, f"event {number}") for number in range(20))
+BARS = [("server", 0.5), ("w0", 1.0), ("w1", 0.25)]
+
+
+def picture(columns: int = 80, rows: int = 24, log: list[str] | None = None, sort: str = "name") -> list[str]:
+    now = reading(
+        events=EVENTS,
+        processes=(
+            process("server", private_nbytes=5),
+            process("w0", restarts=2, cause="SIGKILL"),
+            process("w1", private_nbytes=9_000_000, waits_for="returned after 1 merge point"),
+        ),
+    )
+    return drawn(
+        now,
+        [1.0, 2.0, 12.5],
+        BARS,
+        shares_title="processor time",
+        sort=sort,
+        is_paused=False,
+        log=log,
+        columns=columns,
+        rows=rows,
+    )
+
+
+@given(st.integers(1, 250), st.integers(1, 80), st.none() | st.lists(st.text(max_size=300), max_size=50))
+def test_it_fits_every_terminal(columns: int, rows: int, log: list[str] | None) -> None:
+    lines = picture(columns, rows, log)
+    assert len(lines) == rows
+    assert all(len(line) <= columns for line in lines)
+    assert "q quit".startswith(lines[-1][:6])
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
+def test_it_shows_rate_processes_bars_and_events(columns: int, rows: int) -> None:
+    text = "\n".join(picture(columns, rows))
+    for part in ("train-1f3a  running", "step 42  12.5 steps/s", "▁▂█", "w0.1", "ended by SIGKILL", "processor time"):
+        assert part in text
+    assert "event 19" in text
+    assert f"w0         {bar(1.0, min(50, columns - 20))} 100 %" in text
+
+
+def test_it_shows_a_log_in_place_of_events() -> None:
+    text = "\n".join(picture(log=["[w0] one", "[w0] two"]))
+    assert "[w0] two" in text
+    assert "event 19" not in text
+
+
+@pytest.mark.parametrize(
+    ("sort", "first"), [("name", "server.1"), ("memory", "w1.1"), ("restarts", "w0.1"), ("processor", "w0.1")]
+)
+def test_processes_are_sorted(sort: str, first: str) -> None:
+    assert sort in SORTS.values()
+    lines = picture(sort=sort)
+    titles = next(number for number, line in enumerate(lines) if line.startswith("PROCESS"))
+    assert lines[titles + 1].startswith(first)
+
+
+@given(st.lists(st.none() | st.floats(0, 1e9)), st.integers(0, 300))
+def test_a_sparkline_has_a_sign_for_each_of_the_last_values(values: list[float | None], width: int) -> None:
+    assert len(sparkline(values, width)) == min(len(values), width)
+
+
+def test_shares_are_what_each_process_has_computed_between_two_looks() -> None:
+    before = reading(time=100.0, processes=(process("w0", cpu_seconds=1.0), process("w1", cpu_seconds=5.0)))
+    now = reading(
+        time=102.0,
+        processes=(
+            process("w0", cpu_seconds=2.0),
+            process("w1", cpu_seconds=None),
+            process("server", cpu_seconds=9.0),
+        ),
+    )
+    assert shares(before, now) == [("w0", 0.5)]
+    assert shares(None, now) == []

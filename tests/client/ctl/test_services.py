@@ -1,0 +1,151 @@
+"""Which services there are, which are left over, and which one a word means."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from central_storage.ctl import services
+from central_storage.launch.run_directory import RunDirectory, known
+from central_storage.launch.service_file import FILE, ServiceFile, _stem, origin
+from cs_proto.errors import LaunchError
+
+Held = Callable[..., RunDirectory]
+
+
+def test_services_are_found_where_run_directories_are_and_by_the_links_to_others(held: Held, short: Path) -> None:
+    fresh, named = held("a.py"), held("b.py", short / "here")
+    found = services.find()
+    assert [entry.path for entry in found] == [fresh.path, named.path]
+    assert [entry.name for entry in found] == [f"a-{fresh.name[:4]}", "here"]
+    assert not any(entry.is_stale for entry in found)
+    named.remove()
+    assert [entry.path for entry in services.find()] == [fresh.path]
+    assert known() == [fresh.path]
+
+
+def test_a_service_is_chosen_by_name_prefix_pid_path_and_environment(
+    held: Held, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LaunchError, match=r"^no service runs$"):
+        services.choose()
+    one = held("one.py")
+    assert services.choose().path == one.path
+    other = held("other.py", short / "other")
+    for text in (f"one-{one.name[:4]}", "on", f"cs-{one.name}", one.path):
+        assert services.choose(text).path == one.path
+    monkeypatch.setenv("CS_ADDRESS", other.path)
+    assert services.choose().path == other.path
+    monkeypatch.delenv("CS_ADDRESS")
+    with pytest.raises(LaunchError, match=rf"^several services run, name one of them: one-.* in {one.path}; other in"):
+        services.choose()
+    with pytest.raises(LaunchError, match=r"^'o' means several services, name one of them: one-"):
+        services.choose("o")
+    with pytest.raises(LaunchError, match=r"^no service is called 'x'; these run: one-"):
+        services.choose("x")
+    with pytest.raises(LaunchError, match=r"^no service runs in /nowhere$"):
+        services.choose("/nowhere")
+    one.remove()
+    assert services.choose(str(os.getpid())).path == other.path
+
+
+def left_by_a_killed_supervisor(place: Path, held: Held, **known: str) -> str:
+    """A run directory with a free lock."""
+    directory = held(**known)
+    directory.forget()
+    return directory.path
+
+
+def test_a_stale_entry_is_seen_as_such_and_cleaned(place: Path, held: Held) -> None:
+    path = left_by_a_killed_supervisor(place, held)
+    (entry,) = services.find()
+    assert entry.is_stale
+    with pytest.raises(LaunchError, match=r"^no service runs$"):
+        services.choose()
+    with pytest.raises(LaunchError, match=r"^no service runs in "):
+        services.choose(path)
+    services.clean()
+    assert services.find() == []
+    assert not os.path.exists(path)
+
+
+def test_of_a_directory_that_the_user_has_named_only_the_link_is_cleaned(place: Path, held: Held, short: Path) -> None:
+    named = short / "mine"
+    directory = held("a.py", named)
+    (named / "notes").touch()
+    directory.forget()
+    assert [entry.is_stale for entry in services.find()] == [True]
+    services.clean()
+    assert services.find() == []
+    assert list(place.iterdir()) == []
+    assert sorted(path.name for path in named.iterdir()) == ["lock", "notes", FILE]
+
+
+def test_a_directory_without_a_file_of_this_version_is_a_service_of_few_words(place: Path, held: Held) -> None:
+    directory = held()
+    Path(directory.path, FILE).write_text('{"name": "from another version"}')
+    (entry,) = services.find()
+    assert (entry.file, entry.name, entry.pids, entry.is_stale) == (None, f"cs-{directory.name}", [], False)
+
+
+def test_what_others_could_forge_is_not_read(place: Path, held: Held, tmp_path: Path) -> None:
+    (place / "cs-0123abcd").symlink_to("/etc")
+    (place / "cs-89abcdef").symlink_to(tmp_path / "gone")
+    (place / "cs-not-a-run").mkdir()
+    assert services.find() == []
+    for content in ("[]", "{", '{"kind": 3}', '{"devices": 5}'):
+        directory = held()
+        Path(directory.path, FILE).write_text(content)
+        assert ServiceFile.read(directory.path) is None
+        directory.remove()
+
+
+def test_the_file_is_private_and_changes_as_a_whole(held: Held) -> None:
+    directory = held("a.py --token x", devices=("cpu:0",), parameter_device="cpu:0", log_directory="/logs")
+    path = Path(directory.path, FILE)
+    assert path.stat().st_mode & 0o777 == 0o600
+    file = ServiceFile.read(directory.path)
+    assert file is not None
+    assert (file.script, file.devices, file.supervisor) == ("a.py --token x", ("cpu:0",), os.getpid())
+    changed = file.write(directory.path, script_pid=7)
+    assert ServiceFile.read(directory.path) == changed
+    assert changed.script_pid == 7
+    assert sorted(entry.name for entry in Path(directory.path).iterdir()) == ["lock", FILE]
+
+
+@pytest.mark.parametrize(
+    ("typed", "stem"),
+    [
+        ("train.py --rate 0.1", "train"),
+        ("-u /home/me/my model.py", "my"),
+        ("'/home/me/my model.py'", "my-model"),
+        ("-m project.train --x", "train"),
+        ("-c 'import this'", "python"),
+        ("interactive", "interactive"),
+        ("-m", "python"),
+        ("", "python"),
+        ("'not closed", "not"),
+    ],
+)
+def test_a_service_is_named_after_its_script(typed: str, stem: str) -> None:
+    assert _stem(typed) == stem
+
+
+def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ipykernel.kernelapp", raising=False)
+    for typed, script in (
+        (["python", "-u", "my train.py", "--x", "a\nb"], "-u 'my train.py' --x 'a b'"),
+        (["python"], "interactive"),
+        (["python", "-c", "x" * 1000], f"-c {'x' * 497}"),
+    ):
+        monkeypatch.setattr(sys, "orig_argv", typed)
+        assert origin() == (script, "script")
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", sys)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    assert origin() == ("notebook", "notebook")
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/a.ipynb")
+    assert origin() == ("/home/me/a.ipynb", "notebook")
