@@ -19,6 +19,7 @@ __all__ = [
     "inputs",
     "is_device_gradients",
     "is_parameters",
+    "is_times",
     "parameters",
     "server_arena",
     "slab",
@@ -124,3 +125,8 @@ def times(process: str) -> str:
     """The step times of a process, ``server``, ``w0``, ``w1``, ... or ``controller``, as
     :mod:`cs_proto.step_times` describes them."""
     return f"times/{process}"
+
+
+def is_times(name: str) -> bool:
+    """Whether the segment called ``name`` holds step times."""
+    return name.startswith("times/")

@@ -6,6 +6,9 @@ of the names of spans; then come `CAPACITY` moments. Moment n, counted from 0 ov
 the lowest 32 bits of the number of its run in the uppermost. The writer stores the moment first and `WRITTEN` after it.
 So a reader that copies a moment and then finds ``WRITTEN`` at most ``n + CAPACITY - 1`` has all of it as it was
 written, on a processor whose loads and stores are seen in order. :mod:`cs_runtime.trace` is the writer.
+
+The supervisor writes the word ``WATCHED``. While it is 0, the writer notes nothing, so a training that nobody looks at
+pays for one load at each place.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ __all__ = [
     "STARTED",
     "VERSION",
     "VERSION_NUMBER",
+    "WATCHED",
     "WRITTEN",
     "name_of",
     "name_place",
@@ -40,10 +44,10 @@ __all__ = [
 NBYTES = 1 << 20
 
 # The words at the beginning.
-MAGIC, VERSION, PLACES, WRITTEN, EPOCH, NAMES, PID = range(7)
+MAGIC, VERSION, PLACES, WRITTEN, EPOCH, NAMES, PID, WATCHED = range(8)
 """`MARKER`, once the segment has a writer; `VERSION_NUMBER`; `CAPACITY`; how many moments were written in all; the time
 since 1970 in nanoseconds less that of CLOCK_MONOTONIC, when the writer began; how many names the table has; the number
-of the process."""
+of the process; whether anybody reads the ring now."""
 MARKER = int.from_bytes(b"CStimes\n", "little")
 VERSION_NUMBER = 1
 

@@ -1,7 +1,7 @@
 """Step times: a process notes in a ring when it reaches a named place of a step.
 
-The ring is a segment of this process (:mod:`cs_proto.step_times`), which observers read. Before a process has its ring,
-and if ``CS_TIMES=off``, nothing is kept.
+The ring is a segment of this process (:mod:`cs_proto.step_times`), which observers read. Nothing is kept before a
+process has its ring, while nobody reads it, and if ``CS_TIMES=off``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cs_proto.errors import ConfigurationError
 
 __all__ = ["Trace", "is_on", "moments", "spans_go_to", "trace_of", "trace_of_spans"]
 
-_FIRST, _WRITTEN, _NAMES = layout.FIRST, layout.WRITTEN, layout.NAMES
+_FIRST, _WRITTEN, _NAMES, _WATCHED = layout.FIRST, layout.WRITTEN, layout.NAMES, layout.WATCHED
 _RUN = (1 << 32) - 1
 
 
@@ -50,6 +50,7 @@ class Trace:
         self.note, self._put, self._write_to = _writer(clock)
         if os.environ.get("CS_TIMES") == "off":
             self.note = _nothing
+        self._words = _nowhere()[0]
         self._is_attached = False
         self._names: dict[str, int] = {}
         _traces.add(self)
@@ -69,16 +70,19 @@ class Trace:
             words[layout.EPOCH], words[layout.PID] = time.time_ns() - self._clock(), os.getpid()
             words[layout.MAGIC] = layout.MARKER
             self._write_to(words, layout.CAPACITY, 0 if is_first else words[_WRITTEN])
-        self.note("started", os.getpid())
+        self._put(layout.STARTED | (os.getpid() & _RUN) << 32)
 
     def detach(self) -> None:
         """Keep nothing from now on."""
         with self._lock:
-            self._write_to(*_nowhere())
+            self._words, *_ = nowhere = _nowhere()
+            self._write_to(*nowhere)
             self._is_attached, self._names = False, {}
 
     def note_span(self, name: str, kind: int) -> None:
         """A span of this name begins or ends in this thread. ``kind`` is `cs_proto.step_times.BEGINS` or ``ENDS``."""
+        if not self._words[_WATCHED]:
+            return
         number = self._names.get(name)
         if number is None:
             number = self._number_of(name)
@@ -103,13 +107,15 @@ class Trace:
 def _writer(
     clock: Callable[[], int],
 ) -> tuple[Callable[..., None], Callable[[int], None], Callable[[memoryview, int, int], None]]:
-    """`Trace.note`; the same for a word of kind and run; and what has both write to other words, with so many places
-    of which so many were written. Variables of a closure take less time than attributes."""
+    """`Trace.note`; what writes a word of kind and run, whether or not anybody reads; and what has both write to other
+    words, with so many places of which so many were written. Variables of a closure take less time than attributes."""
     words, places, written = _nowhere()
     kinds = layout.KINDS
 
     def note(name: str, run: int = 0) -> None:
         nonlocal written
+        if not words[_WATCHED]:
+            return
         what = kinds[name]
         if run:
             what |= (run & _RUN) << 32
@@ -138,7 +144,7 @@ def _writer(
 
 
 def _nowhere() -> tuple[memoryview, int, int]:
-    """A place for one moment: to note it in vain takes less time than to ask first."""
+    """A place for one moment, which nobody reads."""
     return memoryview(bytearray(8 * (_FIRST + 2))).cast("Q"), 1, 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from central_storage.ctl.cli import FOUND, main
 from central_storage.ctl.profile import Profile, profile
 from central_storage.timeline.chrome_trace import Recorder
 from central_storage.timeline.rings import Moment, Rings, Step, slices, steps
+from cs_proto import step_times as layout
 
 STEPS = 60
 
@@ -61,7 +64,7 @@ def trained(strategy: cs.CentralStorageStrategy, step: Callable[[np.ndarray], fl
 def test_every_step_is_seen_whatever_carries_it_out(two: cs.CentralStorageStrategy, ahead: bool, asks: bool) -> None:
     step = training(two, asks=asks)
     before = two.statistics()
-    with Rings(two.address, from_now=True) as rings:
+    with Rings(two.address) as rings:
         trained(two, step, ahead=ahead)
         recorded: dict[str, list[Moment]] = {process: [] for process in rings.rings}
         seen: list[Step] = []
@@ -71,7 +74,7 @@ def test_every_step_is_seen_whatever_carries_it_out(two: cs.CentralStorageStrate
                 recorded[process] += moments
             seen = steps(recorded)
     after = two.statistics()
-    assert (after.captured > before.captured) is not asks
+    assert after.captured > before.captured
     runs = [each.run for each in seen]
     assert runs == list(range(runs[0], runs[0] + STEPS - 1))  # the first has no end before it
     assert all(each.commit > 0 and min(each.functions) > 0 and len(each.waits) == 2 for each in seen)
@@ -80,6 +83,35 @@ def test_every_step_is_seen_whatever_carries_it_out(two: cs.CentralStorageStrate
     assert len([each for each in slices("server", recorded["server"]) if each.part == "commit"]) == STEPS
     most = 24 if asks else 13  # a few moments a message, and not one for each look at a mailbox
     assert max(map(len, recorded.values())) < most * STEPS
+
+
+def test_step_times_are_noted_as_long_as_somebody_reads(two: cs.CentralStorageStrategy) -> None:
+    """A reader that is killed counts no longer, and one of two leaves the other what it reads."""
+    step = training(two)
+    program = (
+        "import sys\n"
+        "from central_storage.timeline.rings import Rings\n"
+        "rings = Rings(sys.argv[1])\n"
+        "print(flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, two.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        with Rings(two.address) as rings:
+            reader.kill()
+            reader.wait()
+            words = [rings.mapped(f"times/{process}") for process in ("server", "controller", "w0", "w1")]
+            trained(two, step, ahead=False)
+            assert all(moments for moments, _ in rings.read().values())
+        watched = [ring.memory.cast("Q") for ring in words if ring is not None]
+        while any(ring[layout.WATCHED] for ring in watched):  # the supervisor hears of the end
+            os.sched_yield()
+        before = [ring[layout.WRITTEN] for ring in watched]
+        trained(two, step, ahead=True)
+        assert [ring[layout.WRITTEN] for ring in watched] == before
 
 
 def test_a_timeline_shows_all_processes_spans_and_flows(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
@@ -219,7 +251,7 @@ def test_a_profile_outlives_the_service() -> None:
             found.append(profile(strategy.address, 1_000_000, 50.0))
 
         thread = threading.Thread(target=sample)
-        with Rings(strategy.address, from_now=True) as rings:
+        with Rings(strategy.address) as rings:
             thread.start()
             begun.wait()
             seen: list[Step] = []

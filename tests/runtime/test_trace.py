@@ -28,8 +28,10 @@ def written(memory: memoryview, *names: str, clock: Any = None) -> Trace:
     return made
 
 
-def empty() -> memoryview:
-    return memoryview(bytearray(layout.NBYTES))
+def empty(is_watched: bool = True) -> memoryview:
+    memory = memoryview(bytearray(layout.NBYTES))
+    memory.cast("Q")[layout.WATCHED] = is_watched
+    return memory
 
 
 def test_moments_have_their_time_their_name_and_their_run() -> None:
@@ -47,6 +49,20 @@ def test_moments_have_their_time_their_name_and_their_run() -> None:
         ("woken", 0),
     ]
     assert [each.when for each in moments] == sorted(each.when for each in moments)
+
+
+def test_nothing_is_noted_while_nobody_reads() -> None:
+    memory = empty(is_watched=False)
+    words = memory.cast("Q")
+    made = written(memory, "called")
+    made.note_span("forward", layout.BEGINS)
+    ring = Ring(memory)
+    assert [each.name for each in ring.read()[0]] == ["started"]
+    words[layout.WATCHED] = 1
+    made.note("returned", 2)
+    words[layout.WATCHED] = 0
+    made.note("sent", 2)
+    assert [each.name for each in ring.read()[0]] == ["returned"]
 
 
 def test_each_moment_is_read_once() -> None:
@@ -138,6 +154,9 @@ class Stores:
         self.words = words
         self.waiting: list[tuple[int, int]] = []
 
+    def __getitem__(self, place: int) -> int:
+        return self.words[place]
+
     def __setitem__(self, place: int, value: int) -> None:
         self.waiting.append((place, value))
 
@@ -225,6 +244,7 @@ def test_a_reader_beside_a_writer_sees_whole_moments() -> None:
     os.ftruncate(descriptor, layout.NBYTES)
     with mmap.mmap(descriptor, 0) as memory:
         view = memoryview(memory)
+        view.cast("Q")[layout.WATCHED] = 1
         ring = Ring(view)
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(descriptor)], stdout=subprocess.PIPE, pass_fds=[descriptor]

@@ -74,7 +74,7 @@ def profile(address: str, count: int = 200, seconds: float = 5.0) -> Profile:
             f"a profile needs at least one step and a time of more than 0 and less than 1e6 seconds, not {count} steps "
             f"in {seconds!r} seconds"
         )
-    with Rings(address, from_now=True) as rings:
+    with Rings(address) as rings:
         committed = _Committed(address, rings)
         recorded: dict[str, list[Moment]] = {process: [] for process in rings.rings}
         missing, returned, found, is_last = 0, 0, list[Step](), False

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 from typing import Protocol
 
+from cs_proto import segment_names, step_times
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
 from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import ExtendSegment, MakeSegment, Segment
 
 __all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
+
+_log = logging.getLogger("central_storage.launch")
 
 # Stands for the writer in the name of a file, if only the server writes it.
 _NOBODY = "server"
@@ -150,6 +154,7 @@ class Memory:
         opened."""
         self.medium = medium
         self._kept = {name: _Kept(nbytes, writer, opened) for name, nbytes, writer, opened in medium.found()}
+        self._is_watched = False
 
     def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int | None]:
         """Make a segment, or return the existing one, in its present length, to a server that was started again.
@@ -165,7 +170,8 @@ class Memory:
             )
         kept = self._kept.get(request.segment)
         if kept is None:
-            self._kept[request.segment] = self._new(request)
+            kept = self._kept[request.segment] = self._new(request)
+            self._note_watched(request.segment, kept)
         elif kept.writer != request.writer:
             raise InvalidArgumentError(
                 f"segment {request.segment} exists with writer {kept.writer!r}, not writer {request.writer!r}"
@@ -208,6 +214,19 @@ class Memory:
         except OSError as error:
             raise _refusal(name, kept.reservation, error) from error
         return Segment(name, kept.reservation, writable), descriptor
+
+    def note_watched(self, is_watched: bool) -> None:
+        """Say in all rings of step times whether anybody reads them."""
+        self._is_watched = is_watched
+        for name, kept in self._kept.items():
+            self._note_watched(name, kept)
+
+    def _note_watched(self, name: str, kept: _Kept) -> None:
+        if segment_names.is_times(name):
+            try:
+                os.pwrite(kept.descriptor, bytes([self._is_watched]), 8 * step_times.WATCHED)
+            except OSError as error:  # the volume of the segments is full
+                _log.warning("%s: %s; its step times are not kept", name, error.strerror)
 
     def close(self) -> None:
         """Release every segment; memory that no other process maps is freed. Idempotent."""

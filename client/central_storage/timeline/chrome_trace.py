@@ -44,7 +44,7 @@ class Recorder:
 
         Raises as :class:`.rings.Rings` does.
         """
-        self._rings = Rings(address, from_now=True)
+        self._rings = Rings(address)
         self._limit = limit // len(self._rings.rings)
         self._kept: dict[str, deque[np.ndarray]] = {process: deque() for process in self._rings.rings}
         self._missing = dict.fromkeys(self._rings.rings, 0)

@@ -17,6 +17,7 @@ from cs_proto import segment_names
 from cs_proto import step_times as layout
 from cs_proto.errors import CentralStorageError, ConfigurationError, InvalidArgumentError, ShutdownError
 from cs_proto.frozen import frozen
+from cs_proto.messages import WatchTimes
 from cs_runtime.shared_memory import mapping
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.rings import IS_ORDERED
@@ -191,9 +192,9 @@ class Rings:
     """The rings of a service by process: ``server``, ``controller``, ``w0``, ``w1``, ... Close it, or use it in a
     ``with`` block."""
 
-    def __init__(self, address: str, *, from_now: bool = False) -> None:
-        """Map the rings of the service in the run directory ``address``. ``from_now``: leave out what was written
-        before.
+    def __init__(self, address: str) -> None:
+        """Map the rings of the service in the run directory ``address``, and have its processes note step times until
+        :meth:`close`.
 
         Raises LaunchError if there is no service, ShutdownError if it ends meanwhile, and ConfigurationError if it
         keeps no step times, or if they cannot be read from this process.
@@ -202,7 +203,8 @@ class Rings:
             raise ConfigurationError("step times can be read on x86-64 processors only, and this is another one")
         self._link = SupervisorLink(supervisor_link.connect(address), "observer")
         try:
-            self.rings = dict(self._opened(address, from_now))
+            self._link.send(WatchTimes())
+            self.rings = dict(self._opened(address))
         except BaseException:
             self._link.close()
             raise
@@ -212,7 +214,7 @@ class Rings:
                 f"the service in {address} keeps no step times: it was started with CS_TIMES=off, or in_process"
             )
 
-    def _opened(self, address: str, from_now: bool) -> Iterator[tuple[str, Ring]]:
+    def _opened(self, address: str) -> Iterator[tuple[str, Ring]]:
         workers = (f"w{replica}" for replica in range(1 << 16))
         for process in (CONTROLLER, SERVER, *workers):
             try:
@@ -223,7 +225,7 @@ class Rings:
                 raise ConfigurationError(
                     f"the step times of the service in {address} cannot be read here: {self._link.carried_because}"
                 )
-            yield process, Ring(segment.memory, from_now=from_now)
+            yield process, Ring(segment.memory, from_now=True)
 
     def read(self) -> dict[str, tuple[list[Moment], int]]:
         """By process, as :meth:`Ring.read`. What was written before the end of a process, or of the service, is still

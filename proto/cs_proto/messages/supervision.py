@@ -309,3 +309,9 @@ class LogLine(Record):
     label: str
     stream: Literal["stdout", "stderr"]
     text: str
+
+
+@record(139)
+class WatchTimes(Record):
+    """Any process to supervisor, after its Introduce: have all processes note step times as long as this connection
+    lasts. There is no answer; a request for a ring that follows is answered when they do."""

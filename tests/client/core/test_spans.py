@@ -16,6 +16,7 @@ from cs_runtime import trace
 @pytest.fixture
 def ring() -> Iterator[Ring]:
     memory = memoryview(bytearray(layout.NBYTES))
+    memory.cast("Q")[layout.WATCHED] = 1
     made = trace.Trace()
     made.attach(memory)
     trace.spans_go_to(made)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from central_storage.launch.memory import Files, Medium, Memfd, Memory, Unshared
+from cs_proto import step_times
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ExtendSegment, MakeSegment, Segment
 
@@ -237,3 +238,25 @@ def test_files_are_taken_up_by_the_memory_after_the_one_that_was_killed(tmp_path
     assert not (tmp_path / "segment.server.half-made").exists()
     memory.close()
     killed.close()
+
+
+def test_rings_of_step_times_say_whether_they_are_read(memory: Memory, made: int) -> None:
+    def ring(process: str) -> int:
+        _, descriptor = memory.make("server", MakeSegment(f"times/{process}", NBYTES, process))
+        assert descriptor is not None
+        return descriptor
+
+    def is_watched(descriptor: int) -> bool:
+        return os.pread(descriptor, 8, 8 * step_times.WATCHED) != bytes(8)
+
+    first = ring("w0")
+    memory.note_watched(True)
+    second = ring("w1")
+    assert is_watched(first)
+    assert is_watched(second)
+    assert os.pread(made, 4096, 0) == bytes(4096)
+    memory.note_watched(False)
+    assert not is_watched(first)
+    assert not is_watched(second)
+    os.close(first)
+    os.close(second)

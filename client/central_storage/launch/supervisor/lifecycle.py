@@ -45,6 +45,7 @@ from cs_proto.messages import (
     ShowStacks,
     Shutdown,
     StartFailed,
+    WatchTimes,
 )
 from cs_proto.records import Record
 from cs_runtime import open_files
@@ -140,7 +141,7 @@ class Service:
         self._choose = choose
         self._standbys = Standbys()
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
-        self._reporter = Reporter(self._transport)
+        self._reporter = Reporter(self._transport, self._memory)
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting, self._reporter.note)
         sink.on_room = self._children.listen
 
@@ -392,6 +393,7 @@ class Service:
 
     def _peer_ended(self, peer: Peer) -> None:
         self._mailroom.forget(peer)
+        self._reporter.forget(peer)
         self._seating.forget(peer)
         if peer is self._owner:
             if self._state != "stopping":
@@ -576,6 +578,7 @@ class Service:
             ),
         ),
         ShowLog: (None, lambda self, peer, request: self._reporter.show_log(peer, request)),
+        WatchTimes: (None, lambda self, peer, _: self._reporter.watch_times(peer)),
     }
 
 

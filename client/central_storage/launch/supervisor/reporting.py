@@ -1,6 +1,7 @@
 """What the supervisor tells those who look at its service: how the service is, and what its processes have printed.
 
-It keeps the last events, the fates of processes and the last lines, all of them bounded, and decides nothing.
+It keeps the last events, the fates of processes and the last lines, all of them bounded, and decides nothing. Step
+times are noted as long as anybody who reads them is connected.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
+from central_storage.launch.memory import Memory
 from cs_proto.messages import Died, LogLine, LogLines, ServiceProcess, ServiceReport, ServiceState, ShowLog
 
 from .children import Running
@@ -32,8 +34,11 @@ _CAUSES_LIMIT, _CAUSE_LIMIT = 16_384, 300
 class Reporter:
     """Answers questions about a service."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, memory: Memory) -> None:
         self._transport = transport
+        self._memory = memory
+        self._watchers: set[Peer] = set()
+        memory.note_watched(False)  # whoever read the rings of a supervisor before this one has lost it
         self._since = time.time()
         self._events: deque[tuple[float, str]] = deque(maxlen=_EVENTS)
         self._lines: deque[LogLine] = deque(maxlen=_LINES)
@@ -76,6 +81,18 @@ class Reporter:
         peer.send(LogLines(packets[-1].lines, True))
         if request.follow:
             self._followers.setdefault(peer, 0)
+
+    def watch_times(self, peer: Peer) -> None:
+        """Have step times noted as long as ``peer`` is connected."""
+        self._watchers.add(peer)
+        self._memory.note_watched(True)
+
+    def forget(self, peer: Peer) -> None:
+        """A peer has gone."""
+        self._followers.pop(peer, None)
+        if peer in self._watchers:
+            self._watchers.remove(peer)
+            self._memory.note_watched(bool(self._watchers))
 
     def report(
         self, state: ServiceState, processes: Sequence[Running], peers: Sequence[Peer], restarts: Restarts
