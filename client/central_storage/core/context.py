@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .random_streams import Streams
 
 S = TypeVar("S", bound="Strategy")
+T = TypeVar("T")
 
 __all__ = [
     "ReplicaContext",
@@ -46,6 +47,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "has_strategy",
+    "in_cross_replica",
     "in_cross_replica_context",
     "is_worker",
     "reading",
@@ -218,6 +220,19 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _stack.pop()
+
+
+def in_cross_replica(strategy: Strategy, call: Callable[[], T]) -> T:
+    """What ``call`` returns, called in the cross-replica context of ``strategy``. The context is left also where Ctrl-C
+    comes at its very begin or end: Python looks for signals when a function is called, and nothing is called while the
+    entries change."""
+    before = _stack.entries
+    try:
+        reading.epoch, _stack.entries = None, [*before, (strategy, None)]
+        result = call()
+    finally:
+        reading.epoch, _stack.entries = None, before
+    return result
 
 
 class Scope(Closed, AbstractContextManager[S], Generic[S]):

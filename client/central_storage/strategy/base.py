@@ -194,8 +194,7 @@ class StrategyBase(ReplicaDevices):
             raise TypeError(f"fn must be callable, not {fn!r}")
         keep = isinstance(options, RunOptions) and options.keep_per_replica
         arguments = self._arguments(tuple(args), kwargs)
-        with context.enter_cross_replica(self):
-            return regroup(self.call(fn, arguments), keep)
+        return context.in_cross_replica(self, lambda: regroup(self.call(fn, arguments), keep))
 
     def run_changing(
         self, changes: Sequence[tuple[Optimizer, Mapping[str, float]]], fn: Callable[..., Any], args: tuple[Any, ...]
@@ -204,11 +203,14 @@ class StrategyBase(ReplicaDevices):
         result is a PerReplica."""
         context.require_cross_replica(self, "run")
         arguments = self._arguments(args, None)
-        with context.enter_cross_replica(self):
+
+        def changed() -> Any:
             self.evaluate_schedules()
             alone = self.series(0)
             alone.send(fn, arguments, [(handle_id(optimizer)[1], numbers) for optimizer, numbers in changes])
-            results = regroup(alone.take(), True)
+            return regroup(alone.take(), True)
+
+        results = context.in_cross_replica(self, changed)
         for optimizer, numbers in changes:
             optimizer.took(numbers)
         return results
@@ -288,11 +290,14 @@ class StrategyBase(ReplicaDevices):
         """Send the step of one element."""
         context.require_cross_replica(self, "run_steps")
         arguments = self._arguments((element,), kwargs)
-        with context.enter_cross_replica(self):
+
+        def sent() -> None:
             self.evaluate_schedules()
             if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
                 raise ContextError("an earlier step has failed")
             rates.send(partial(series.send, fn, arguments))
+
+        context.in_cross_replica(self, sent)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
         """Combine the components of a PerReplica over replicas and, with ``axis``, over that axis of each.

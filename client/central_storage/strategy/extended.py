@@ -149,8 +149,7 @@ class StrategyExtended(Closed):
         self, args: tuple[Any, ...], fn: Callable[..., Any], kwargs: Mapping[str, Any] | None, group: bool
     ) -> Any:
         positional, keywords = nest.map_structure(_not_per_replica, (args, dict(kwargs or {})))
-        with context.enter_cross_replica(self._strategy):
-            result = tensors_in(fn(*positional, **keywords))
+        result = context.in_cross_replica(self._strategy, lambda: tensors_in(fn(*positional, **keywords)))
         return result if group else nest.map_structure(lambda leaf: (leaf,), result)
 
     # --- combining ----------------------------------------------------------------------------------------------

@@ -287,8 +287,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def take_along(self, optimizer: Optimizer) -> None:
         """Make an optimizer that belongs to no strategy yet one of this strategy. Raises ContextError if it belongs to
         another."""
-        with context.enter_cross_replica(self):
-            optimizer.adopt(self)
+        context.in_cross_replica(self, lambda: optimizer.adopt(self))
 
     def evaluate_schedules(self) -> None:
         """Bring learning rates that only the client can work out up to the steps made so far."""

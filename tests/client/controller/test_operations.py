@@ -16,6 +16,7 @@ import central_storage.controller.session
 import central_storage.strategy.open_service
 import central_storage.strategy.running
 from central_storage.controller.core import ControllerCore
+from central_storage.core import context
 from cs_proto.messages import Free, Get
 from cs_proto.records import Record
 
@@ -105,6 +106,21 @@ def test_ctrl_c_at_any_point_is_raised_and_the_next_operation_works(
         made.append(OPERATIONS[name](strategy, w))
         pressed += 1
     assert pressed > 3
+
+
+def test_ctrl_c_leaves_the_context_of_a_run(strategy: cs.CentralStorageStrategy) -> None:
+    """At every point of ``in_cross_replica``, which Ctrl-C may leave by one entry too many."""
+    made = list[object]()
+
+    def one() -> object:
+        made.append(1)
+        return made
+
+    before = list(context._stack.entries)
+    for where, is_raised in pressed_everywhere(lambda: context.in_cross_replica(strategy, one)):
+        assert is_raised, where
+        assert context._stack.entries == before, where
+    assert len(made) > 1
 
 
 def test_names_come_back_though_ctrl_c_left_what_freed_them(

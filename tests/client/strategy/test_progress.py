@@ -18,6 +18,7 @@ from central_storage.strategy.step_bar import mean_of, numbers_of
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        strategy.run(lambda: None)  # its sockets are connected then
         yield strategy
 
 
