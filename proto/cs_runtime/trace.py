@@ -16,7 +16,7 @@ from collections.abc import Callable
 from cs_proto import step_times as layout
 from cs_proto.errors import ConfigurationError
 
-__all__ = ["Trace", "is_on", "moments", "spans_go_to", "trace_of", "trace_of_spans"]
+__all__ = ["Trace", "is_on", "moments", "note_span", "trace_of"]
 
 _FIRST, _WRITTEN, _NAMES, _WATCHED = layout.FIRST, layout.WRITTEN, layout.NAMES, layout.WATCHED
 _RUN = (1 << 32) - 1
@@ -70,10 +70,12 @@ class Trace:
             words[layout.EPOCH], words[layout.PID] = time.time_ns() - self._clock(), os.getpid()
             words[layout.MAGIC] = layout.MARKER
             self._write_to(words, layout.CAPACITY, 0 if is_first else words[_WRITTEN])
+        _attach(self, True)
         self._put(layout.STARTED | (os.getpid() & _RUN) << 32)
 
     def detach(self) -> None:
         """Keep nothing from now on."""
+        _attach(self, False)
         with self._lock:
             self._words, *_ = nowhere = _nowhere()
             self._write_to(*nowhere)
@@ -159,18 +161,20 @@ def moments(role: str) -> Callable[..., None]:
     return trace_of(role).note
 
 
-_spans: Trace | None = None
+# Those that write to a ring: one for each service of this process.
+_attached: tuple[Trace, ...] = ()
 
 
-def spans_go_to(trace: Trace | None) -> None:
-    """Let the spans of this process be noted in ``trace`` from now on; None: nowhere."""
-    global _spans
-    _spans = trace
+def _attach(trace: Trace, is_attached: bool) -> None:
+    global _attached
+    others = [each for each in _attached if each is not trace]
+    _attached = (*others, trace) if is_attached else tuple(others)
 
 
-def trace_of_spans() -> Trace | None:
-    """Where the spans of this process are noted; None if nowhere."""
-    return _spans
+def note_span(name: str, kind: int) -> None:
+    """As :meth:`Trace.note_span`, in the rings of all services of this process."""
+    for trace in _attached:
+        trace.note_span(name, kind)
 
 
 def _nothing(name: str, run: int = 0) -> None:
@@ -179,7 +183,6 @@ def _nothing(name: str, run: int = 0) -> None:
 
 def _detach_all() -> None:
     """A ring has one writer, which is not the forked child."""
-    spans_go_to(None)
     for trace in list(_traces):
         trace._lock = threading.Lock()  # another thread of the parent may have held it  # noqa: SLF001
         trace.detach()

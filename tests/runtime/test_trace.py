@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import central_storage as cs
 from central_storage.timeline.rings import GAP, Moment, Ring
 from cs_proto import step_times as layout
 from cs_proto.errors import ConfigurationError
@@ -267,16 +268,30 @@ def test_a_reader_beside_a_writer_sees_whole_moments() -> None:
 def test_a_forked_child_notes_nothing() -> None:
     memory = empty()
     made = written(memory)
-    trace.spans_go_to(made)
-    try:
-        pid = os.fork()
-        if not pid:
-            made.note("called")
-            os._exit(0 if trace.trace_of_spans() is None and Ring(memory)._written == 1 else 1)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert trace.trace_of_spans() is made
-    finally:
-        trace.spans_go_to(None)
+    pid = os.fork()
+    if not pid:
+        made.note("called")
+        trace.note_span("forward", layout.BEGINS)
+        os._exit(0 if Ring(memory)._written == 1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    trace.note_span("forward", layout.BEGINS)
+    assert Ring(memory)._written == 2
+    made.detach()
+
+
+def test_spans_are_noted_in_the_rings_of_all_services() -> None:
+    """The end of one service, also of the last one, leaves the others theirs."""
+    rings = [empty(), empty()]
+    first, second = map(written, rings)
+    with cs.span("forward"):
+        second.detach()
+    with cs.span("backward"):
+        pass
+    first.detach()
+    with cs.span("nobody sees it"):
+        pass
+    named = [[each.name for each in Ring(ring).read()[0][1:]] for ring in rings]
+    assert named == [["forward", "forward", "backward", "backward"], ["forward"]]
 
 
 def test_nothing_is_noted_without_a_ring_or_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
 from cs_runtime.shared_memory.arena import Arena
-from cs_runtime.trace import Trace, spans_go_to, trace_of_spans
+from cs_runtime.trace import Trace
 from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.waits import name_waits_after
@@ -421,8 +421,6 @@ class Session:
         """Let go of everything, and stop the service where it is ours. Idempotent."""
         if not self._channel.is_closed:
             self._channel.close()
-            if trace_of_spans() is self._trace:
-                spans_go_to(None)
             self._trace.detach()
             if self._listener is not None:
                 self._listener.stop()

@@ -7,7 +7,7 @@ from typing import Self
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.step_times import BEGINS, ENDS
-from cs_runtime.trace import Trace, trace_of_spans
+from cs_runtime.trace import note_span
 
 from .public_objects import Closed
 
@@ -17,8 +17,8 @@ __all__ = ["Span", "span"]
 def span(name: str) -> Span:
     """Give a name to a block of code, which a timeline then shows as a slice: in a replica function or in the script.
 
-    Spans may lie within each other, and several threads may have some at a time. One costs about 2 µs, whether or not a
-    timeline is recorded; where no service runs it does nothing. A service keeps 126 names for each process; further
+    Spans may lie within each other, and several threads may have some at a time. One costs about 2 µs while a
+    timeline is recorded, and next to nothing at other times. A service keeps 126 names for each process; further
     names become "other spans".
 
     Args:
@@ -44,22 +44,18 @@ def span(name: str) -> Span:
 class Span(Closed):
     """A named block of code. Made by :func:`span`."""
 
-    __slots__ = ("_name", "_trace")
+    __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise InvalidArgumentError(f"the name of a span is a text that is not empty, not {name!r:.60}")
         self._name = name
-        self._trace: Trace | None = None
 
     def __enter__(self) -> Self:
-        trace = self._trace = trace_of_spans()
-        if trace is not None:
-            trace.note_span(self._name, BEGINS)
+        note_span(self._name, BEGINS)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._trace is not None:
-            self._trace.note_span(self._name, ENDS)
+        note_span(self._name, ENDS)

@@ -39,7 +39,7 @@ from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.shared_memory.remote_segment import Carry, RemoteSegment
-from cs_runtime.trace import Trace, is_on, spans_go_to
+from cs_runtime.trace import Trace, is_on
 from cs_runtime.waits import pace_of
 
 from .readiness import is_readable
@@ -210,8 +210,8 @@ class SupervisorLink:
         return self.segment(array.place.segment, array.place.offset + array.nbytes)
 
     def keep_times(self, trace: Trace, process: str) -> None:
-        """Have ``trace`` write to the ring of this process, called ``process``, and have spans go there. Nothing
-        happens if ``CS_TIMES=off``, if the server has made no ring, or if it cannot be mapped."""
+        """Have ``trace`` write to the ring of this process, called ``process``, spans too. Nothing happens
+        if ``CS_TIMES=off``, if the server has made no ring, or if it cannot be mapped."""
         if not is_on() or self.carried_because:
             return
         try:
@@ -219,7 +219,6 @@ class SupervisorLink:
             if isinstance(ring, Mapping) and ring.writable:
                 ring.reserve(0, step_times.NBYTES)
                 trace.attach(ring.memory)
-                spans_go_to(trace)
         except InvalidArgumentError:  # the server keeps none
             pass
         except MemoryPlanError as error:

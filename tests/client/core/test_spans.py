@@ -19,9 +19,8 @@ def ring() -> Iterator[Ring]:
     memory.cast("Q")[layout.WATCHED] = 1
     made = trace.Trace()
     made.attach(memory)
-    trace.spans_go_to(made)
     yield Ring(memory)
-    trace.spans_go_to(None)
+    made.detach()
 
 
 def test_spans_are_noted_also_where_the_block_raises(ring: Ring) -> None:
@@ -46,17 +45,17 @@ def test_spans_are_noted_also_where_the_block_raises(ring: Ring) -> None:
 
 
 def test_nothing_is_noted_without_a_service() -> None:
-    assert trace.trace_of_spans() is None
     with cs.span("nobody sees it"):
         pass
 
 
-def test_a_span_that_begins_before_the_service_is_left_out(ring: Ring) -> None:
-    noted = trace.trace_of_spans()
-    trace.spans_go_to(None)
+def test_a_span_that_begins_before_the_service_is_left_out() -> None:
+    memory, made = memoryview(bytearray(layout.NBYTES)), trace.Trace()
+    memory.cast("Q")[layout.WATCHED] = 1
     with cs.span("early"):
-        trace.spans_go_to(noted)
-    assert not spans(ring.read()[0])
+        made.attach(memory)
+    made.detach()
+    assert not spans(Ring(memory).read()[0])
 
 
 @pytest.mark.parametrize("name", ["", b"forward", None, 3])
