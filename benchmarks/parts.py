@@ -20,37 +20,14 @@ from typing import TYPE_CHECKING
 import report
 from works import EMPTY, FIRST_STEP, WORKS, Apply, Digits, Embedding
 
+from central_storage.timeline.rings import PARTS, SCRIPT
+
 if TYPE_CHECKING:
     from bench import Bench, Peer
 
 STEPS = 200
 SHOWN = (EMPTY, "digits", "read-400MBx1000", "sgd-1MB", "embedding")
 
-#: By role and moment: the part of the step that ends there. What is not named is not waited for by anybody.
-PARTS = {
-    ("worker", "decoded"): "decode (worker)",
-    ("worker", "called"): "arguments, seeds",
-    ("worker", "bound"): "function: parameters, buffers",
-    ("worker", "forward"): "function: forward",
-    ("worker", "backward"): "function: backward",
-    ("worker", "looked-up"): "function: look-up",
-    ("worker", "sliced"): "function: IndexedSlices",
-    ("worker", "applied"): "function: apply_gradients",
-    ("worker", "returned"): "function",
-    ("worker", "sent"): "result, encode, send (worker)",
-    ("server", "decoded"): "decode (server)",
-    ("server", "decided"): "merge: decide, write down",
-    ("server", "committed"): "commit",
-    ("server", "sent"): "encode, send (server)",
-    ("server", "prepared"): "next step prepared",
-}
-SCRIPT = {
-    ("client", "begun"): "between runs (script)",
-    ("client", "pickled"): "pickle check",
-    ("client", "sent"): "encode, send (client)",
-    ("client", "decoded"): "decode (client)",
-    ("client", "over"): "result (client)",
-}
 #: Who wakes whom: a wake-up counts from the last message of the one to the first sign of the other. What is first named
 #: is waited for in a step of ``run``, what is last named where the script is ahead.
 WAKES = {

@@ -22,6 +22,8 @@ from xml.sax.saxutils import escape
 
 import parts
 
+from central_storage.timeline.rings import PARTS, SCRIPT
+
 if TYPE_CHECKING:
     from bench import Bench, Peer
 
@@ -115,8 +117,8 @@ def _blocks(lanes: Sequence[tuple[str, str, parts.Moments]], first: int, last: i
         begin, end = bisect_right(whens, first) - 1, bisect_left(whens, last) + 1
         merged: list[Block] = []
         for (_, before), (name, when) in pairwise(moments[max(0, begin) : end]):
-            part = parts.PARTS.get((role, name)) or parts.SCRIPT.get((role, name))
-            if part is None or part == parts.SCRIPT["client", "begun"]:
+            part = PARTS.get((role, name)) or SCRIPT.get((role, name))
+            if part is None or part == SCRIPT["client", "begun"]:
                 continue
             block = Block(lane, part.partition(" (")[0], max(before, first) - first, min(when, last) - first)
             if merged and merged[-1].part == block.part and merged[-1].end == block.begin:
