@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import finalize
@@ -185,6 +186,9 @@ class _Item(NamedTuple):
     time: float
 
 
+_writers = count()
+
+
 class _Writer:
     """The file and its thread, which does not keep the :class:`TensorBoard` alive."""
 
@@ -193,7 +197,8 @@ class _Writer:
 
         self.directory = directory
         os.makedirs(directory, exist_ok=True)
-        self._file = EventsWriter(os.path.join(directory, "events"))
+        # Its name has only whole seconds.
+        self._file = EventsWriter(os.path.join(directory, "events"), f".{os.getpid()}.{next(_writers)}")
         self._service = None if service_every is None else _Service(address, service_every)
         self._process = os.getpid()
         self._given: deque[_Item] = deque()
@@ -204,17 +209,24 @@ class _Writer:
         self._thread.start()
 
     def add(self, name: str, value: float | Callable[[], float], step: int) -> None:
+        self._require_process()
         if self._ended.is_set():
             raise ShutdownError(f"the writer of {self.directory} is closed")
         self._given.append(_Item(name, value, step, time.time()))
 
     def flush(self) -> None:
+        self._require_process()
         with self._lock:
             self._write()
-        if self._error is not None:
+            error, self._error = self._error, None
+        if error is not None:
             raise OSError(
-                self._error.errno, f"{self._error.strerror}; scalars since then are lost", self.directory
-            ) from self._error
+                error.errno, f"{error.strerror}; scalars since the last flush are lost", self.directory
+            ) from error
+
+    def _require_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ShutdownError(f"the writer of {self.directory} belongs to the process that made it")
 
     def close(self) -> None:
         if os.getpid() != self._process:
@@ -223,8 +235,10 @@ class _Writer:
         self._thread.join()
         with self._lock:
             self._write()
-            with suppress(OSError):  # it was said
+            try:
                 self._file.close()
+            except OSError as error:
+                self._lost(error)
 
     def _run(self) -> None:
         is_over = False
@@ -243,14 +257,20 @@ class _Writer:
             try:
                 self._write_item(item)
             except OSError as error:
-                if self._error is None:
-                    self._error = error
-                    _log.warning("cannot write scalars to %s: %s; they are lost", self.directory, error)
+                self._lost(error)
             except Exception as error:  # noqa: BLE001  (of the library whose array it is)
                 _log.warning("cannot read %s of step %d: %s; it is not written", item.name, item.step, error)
             time.sleep(0)  # the script may want to go on
-        with suppress(OSError):  # comes again with the next number
+        try:
             self._file.flush()
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        """Numbers could not be written. Said once until :meth:`flush` has raised it."""
+        if self._error is None:
+            self._error = error
+            _log.warning("cannot write scalars to %s: %s; they are lost", self.directory, error)
 
     def _write_item(self, item: _Item) -> None:
         from tensorboardX.proto.event_pb2 import Event

@@ -237,17 +237,17 @@ class Decoder:
                 at = start + len(between)
                 if behind is None:
                     if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
-                        self._vain = 0
+                        self._found(known)
                         return altered(known, run=(number,), step=step, arguments=Frame(parts[1]))
                 elif at < (last := len(header) - len(behind)) and header.endswith(behind):
                     first = at + (2 if header[at] == _BYTES else 3)
                     length = int.from_bytes(header[at + 1 : first], "big")
                     if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
                         if type(known) is Return and len(parts) == 1:
-                            self._vain = 0
+                            self._found(known)
                             return altered(known, run=(number,), value=Value(header[first:last], ()))
                         if type(known) is Run and (buffers := _buffers(known, parts, self._limits)) is not None:
-                            self._vain = 0
+                            self._found(known)
                             arguments = header[first:last]
                             return altered(known, run=(number,), step=step, arguments=arguments, buffers=buffers)
         record = decode(parts, self._limits)
@@ -257,6 +257,10 @@ class Decoder:
             if header[start:] == between + body + (behind or b""):  # only our own encoding
                 self._known[header[:3]] = [(between, behind, known), *entries[: _KNOWN - 1]]
         return record
+
+    def _found(self, known: Return | Run) -> None:
+        if _has_arrays(known):
+            self._vain = 0
 
     def _may_repeat(self, record: Record) -> bool:
         """Whether a message like this one is worth being cached."""

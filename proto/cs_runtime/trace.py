@@ -52,6 +52,8 @@ class Trace:
             self.note = _nothing
         self._words = _nowhere()[0]
         self._is_attached = False
+        # The numbers of the names in the table, which are cut, and of those that were given here.
+        self._table: dict[str, int] = {}
         self._names: dict[str, int] = {}
         _traces.add(self)
 
@@ -65,7 +67,7 @@ class Trace:
         with self._lock:
             names = (layout.name_of(bytes(text[layout.name_place(number)])) for number in range(count))
             self._text, self._words, self._is_attached = text, words, True
-            self._names = {name: number for number, name in enumerate(names)}
+            self._table, self._names = {name: number for number, name in enumerate(names)}, {}
             words[layout.VERSION], words[layout.PLACES] = layout.VERSION_NUMBER, layout.CAPACITY
             words[layout.EPOCH], words[layout.PID] = time.time_ns() - self._clock(), os.getpid()
             words[layout.MAGIC] = layout.MARKER
@@ -79,7 +81,7 @@ class Trace:
         with self._lock:
             self._words, *_ = nowhere = _nowhere()
             self._write_to(*nowhere)
-            self._is_attached, self._names = False, {}
+            self._is_attached, self._table, self._names = False, {}, {}
 
     def note_span(self, name: str, kind: int) -> None:
         """A span of this name begins or ends in this thread. ``kind`` is `cs_proto.step_times.BEGINS` or ``ENDS``."""
@@ -93,17 +95,19 @@ class Trace:
     def _number_of(self, name: str) -> int:
         """The number of a new name in the table; that of all other spans if the table is full."""
         with self._lock:
-            if name in self._names:
-                return self._names[name]
-            count = len(self._names)
-            if count == layout.MOST_NAMES or not self._is_attached:
-                return max(0, count - 1)
-            if count == layout.MOST_NAMES - 1:
-                name = layout.OTHER_SPANS
-            self._text[layout.name_place(count)] = layout.packed_name(name)
-            self._words[_NAMES] = count + 1
-            self._names[name] = count
-            return count
+            cut, count = layout.name_of(layout.packed_name(name)), len(self._table)
+            if not self._is_attached:
+                return 0
+            if cut not in self._table and count >= layout.MOST_NAMES - 1:
+                cut = layout.OTHER_SPANS
+            if cut not in self._table:
+                self._text[layout.name_place(count)] = layout.packed_name(cut)
+                self._table[cut] = count
+                self._words[_NAMES] = count + 1
+            number = self._table[cut]
+            if len(self._names) < 2 * layout.MOST_NAMES:  # names that are made up anew each time take no more memory
+                self._names[name] = number
+            return number
 
 
 def _writer(

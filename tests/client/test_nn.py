@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 import central_storage as cs
 from central_storage import nn
-from central_storage.core.context import enter_cross_replica, enter_replica
+from central_storage.core.context import enter_replica, in_cross_replica
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 
@@ -40,8 +40,8 @@ def test_the_default_size_is_this_replicas_rows_times_the_replicas(replica: Any)
 
 def test_a_given_size_counts_in_every_context(replica: Any) -> None:
     assert float(nn.compute_average_loss([1.0, 2.0], global_batch_size=np.int64(6))) == 0.5
-    with enter_cross_replica(ThreeReplicas()):  # type: ignore[arg-type]
-        assert float(nn.compute_average_loss([1.0, 2.0], global_batch_size=6)) == 0.5
+    strategy: Any = ThreeReplicas()
+    assert float(in_cross_replica(strategy, lambda: nn.compute_average_loss([1.0, 2.0], global_batch_size=6))) == 0.5
 
 
 def test_outside_everything_there_is_one_replica() -> None:
@@ -61,11 +61,11 @@ def test_a_share_of_a_regularization_loss(replica: Any) -> None:
 
 
 def test_in_the_cross_replica_context_there_is_no_share() -> None:
-    with enter_cross_replica(ThreeReplicas()):  # type: ignore[arg-type]
-        with pytest.raises(ContextError, match="compute_average_loss"):
-            nn.compute_average_loss([1.0])
-        with pytest.raises(ContextError, match="scale_regularization_loss"):
-            nn.scale_regularization_loss(1.0)
+    strategy: Any = ThreeReplicas()
+    with pytest.raises(ContextError, match="compute_average_loss"):
+        in_cross_replica(strategy, lambda: nn.compute_average_loss([1.0]))
+    with pytest.raises(ContextError, match="scale_regularization_loss"):
+        in_cross_replica(strategy, lambda: nn.scale_regularization_loss(1.0))
 
 
 @given(

@@ -111,18 +111,21 @@ def test_an_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         cs.summary.TensorBoard(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["write_event", "flush"])
 def test_a_full_disk_is_said_once_and_by_flush(
-    writer: cs.summary.TensorBoard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    writer: cs.summary.TensorBoard, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(event: Any) -> None:
+    def full(*event: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writer._writer._file, "write_event", full)
+    monkeypatch.setattr(writer._writer._file, where, full)
     with caplog.at_level("WARNING", logger="central_storage.summary"):
         for step in range(3):
             writer.scalar("x", 1.0, step)
-        with pytest.raises(OSError, match="No space left on device; scalars since then are lost"):
+        with pytest.raises(OSError, match="No space left on device; scalars since the last flush are lost"):
             writer.flush()
+    monkeypatch.undo()
+    writer.flush()
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         f"cannot write scalars to {writer._writer.directory}"
     ]
@@ -177,3 +180,11 @@ def test_counters_that_began_anew_give_no_numbers() -> None:
         "parameter_bytes": 1024.0,
         "slot_bytes": 0.0,
     }
+
+
+def test_two_writers_of_one_directory_have_files_of_their_own(tmp_path: Path) -> None:
+    """Also within a second, of which the library names its files."""
+    with cs.summary.TensorBoard(tmp_path) as one, cs.summary.TensorBoard(tmp_path) as other:
+        one.scalar("x", 1.0, 0)
+        other.scalar("x", 2.0, 0)
+    assert len(list(tmp_path.iterdir())) == 2

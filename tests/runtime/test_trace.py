@@ -316,3 +316,18 @@ def test_nothing_is_noted_without_a_ring_or_where_it_is_switched_off(monkeypatch
     monkeypatch.setenv("CS_TIMES", "yes")
     with pytest.raises(ConfigurationError, match="CS_TIMES must be on or off, not 'yes'"):
         trace.is_on()
+
+
+def test_names_that_begin_alike_are_one_also_for_the_next_process() -> None:
+    """The table has 63 bytes of each name."""
+    memory, long = empty(), "x" * 63
+    first = written(memory)
+    for name in (long + "a", long + "b", "short"):
+        first.note_span(name, layout.BEGINS)
+    second = written(memory)
+    for name in ("new", long + "c", "short"):
+        second.note_span(name, layout.BEGINS)
+    assert [each.name for each in Ring(memory).read()[0]] == [
+        *("started", long, long, "short"),
+        *("started", "new", long, "short"),
+    ]

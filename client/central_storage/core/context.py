@@ -40,7 +40,6 @@ __all__ = [
     "Scope",
     "become_worker",
     "current_replica",
-    "enter_cross_replica",
     "enter_replica",
     "experimental_set_strategy",
     "get_array_module",
@@ -204,24 +203,6 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
         )
 
 
-class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at every run, where a generator costs)
-    """The cross-replica context of ``strategy`` for the length of the block."""
-
-    __slots__ = ("_strategy",)
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> Strategy:
-        _stack.push((self._strategy, None))
-        return self._strategy
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _stack.pop()
-
-
 def in_cross_replica(strategy: Strategy, call: Callable[[], T]) -> T:
     """What ``call`` returns, called in the cross-replica context of ``strategy``. The context is left also where Ctrl-C
     comes at its very begin or end: Python looks for signals when a function is called, and nothing is called while the
@@ -297,7 +278,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _stack.is_set = strategy is not None
 
 
-class enter_replica:  # noqa: N801  (as above)
+class enter_replica:  # noqa: N801  (a function to its callers; entered at every run, where a generator costs)
     """The context of one replica for the length of the block; the context object is dead afterwards. Without a
     ``backend`` it is the one local replica of the default strategy. ``streams`` are those of the run."""
 
@@ -427,8 +408,7 @@ class ReplicaContext(Closed):
                 f"args must be a list or tuple, not {type(args).__name__}; for one argument, pass args=(x,)"
             )
         if self._backend is None:
-            with enter_cross_replica(self._strategy):
-                return merge_fn(self._strategy, *args, **(kwargs or {}))
+            return in_cross_replica(self._strategy, lambda: merge_fn(self._strategy, *args, **(kwargs or {})))
         return self.backend.merge_call(merge_fn, tuple(args), dict(kwargs or {}), call_site())
 
     def all_reduce(

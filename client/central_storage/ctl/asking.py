@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from cs_proto.codec import PACKET_NBYTES, decode, encode
-from cs_proto.errors import LaunchError, NoAnswerError, ShutdownError
+from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.messages import Introduce, LogLine, LogLines, ServiceReport, ShowLog, ShowService
 from cs_proto.records import Record
 
@@ -26,7 +26,11 @@ class Supervisor:
 
     def __init__(self, address: str, timeout: float) -> None:
         """Connect to the supervisor in the run directory ``address``. ``timeout`` (seconds) is for each answer. Raises
-        LaunchError if no service is there."""
+        ConfigurationError for a timeout that makes no sense, and LaunchError if no service is there."""
+        if not 0 < timeout < 1e6:
+            raise ConfigurationError(
+                f"a timeout is a number of seconds, more than 0 and less than 1e6, not {timeout:g}"
+            )
         self._address = address
         self._timeout = timeout
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

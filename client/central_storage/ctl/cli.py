@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
-from cs_proto.errors import CentralStorageError, ConfigurationError, LaunchError, NoAnswerError, ShutdownError
+from cs_proto.errors import (
+    CentralStorageError,
+    ConfigurationError,
+    InvalidArgumentError,
+    LaunchError,
+    NoAnswerError,
+    ShutdownError,
+)
 from cs_proto.version import __version__
+
+from .printing import shown
 
 __all__ = ["COMMANDS", "FOUND", "GOOD", "INVALID", "NO_ANSWER", "NO_SERVICE", "main", "parser_of", "top"]
 
@@ -47,7 +56,7 @@ exit codes:
   1    the command found what it was asked to find: a service that is not well
   2    invalid options
   3    no such service
-  4    the service does not answer in time
+  4    the service does not answer in time, or not as this version expects
   130  Ctrl-C
 """
 
@@ -121,14 +130,14 @@ def _run(program: str, arguments: Sequence[str], names: set[str | None] | None =
         options = made.parse_args(arguments)
         code = int(options.run(options))
         sys.stdout.flush()
-    except ConfigurationError as error:
+    except (ConfigurationError, InvalidArgumentError) as error:
         return _failed(program, error, INVALID)
     except NoAnswerError as error:
         return _failed(program, error, NO_ANSWER)
     except (LaunchError, ShutdownError) as error:
         return _failed(program, error, NO_SERVICE)
-    except CentralStorageError as error:
-        return _failed(program, error, FOUND)
+    except CentralStorageError as error:  # such as an answer of another version
+        return _failed(program, error, NO_ANSWER)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
@@ -138,7 +147,8 @@ def _run(program: str, arguments: Sequence[str], names: set[str | None] | None =
 
 
 def _failed(program: str, error: Exception, code: int) -> int:
-    print(f"{program}: error: {error}", file=sys.stderr)
+    error_text = "\n".join(map(shown, str(error).splitlines()))
+    print(f"{program}: error: {error_text}", file=sys.stderr)
     return code
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .extras import has
 
-__all__ = ["age", "clock", "is_terminal", "json_line", "number", "plain", "size", "table"]
+__all__ = ["age", "clock", "is_terminal", "json_line", "line", "number", "plain", "shown", "size", "table"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -18,6 +18,23 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 def is_terminal() -> bool:
     """Whether a person reads standard output."""
     return sys.stdout.isatty()
+
+
+def shown(text: str) -> str:
+    """Text of a service as a terminal may get it: what would steer the terminal, or cannot be written, is escaped.
+
+    Examples:
+        >>> shown("w0: \x1b[2Jdone, ünï")
+        'w0: \\x1b[2Jdone, ünï'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.replace("\t", " "))
+
+
+def line(text: str) -> None:
+    """Print a line of text of a service."""
+    print(shown(text))
 
 
 def json_line(value: object) -> None:
@@ -30,18 +47,19 @@ def table(
 ) -> None:
     """Print rows below the names of their columns. Columns named in ``right`` are aligned to the right. On a terminal
     those named in ``folded`` go on in the next line if it is narrow; in a pipe nothing is folded."""
+    rows = [[shown(cell) for cell in row] for row in rows]
     if is_terminal() and has("rich"):
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for name in columns:
             side: Literal["left", "right"] = "right" if name in right else "left"
-            shown.add_column(name, justify=side, overflow="fold", no_wrap=name not in folded)
+            made.add_column(name, justify=side, overflow="fold", no_wrap=name not in folded)
         for row in rows:
-            shown.add_row(*map(Text, row))
-        Console().print(shown)
+            made.add_row(*map(Text, row))
+        Console().print(made)
         return
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):

@@ -72,7 +72,7 @@ class Memory:
 def status(pid: int) -> Status | None:
     """The process of that number."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a name may be cut within a character
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()
@@ -181,7 +181,7 @@ def ignores(pid: int, number: int) -> bool:
 
 def _is_in_mask(pid: int, name: str, number: int) -> bool:
     with suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         mask = next(line for line in lines if line.startswith(name))
         return bool(int(mask.split()[1], 16) >> number - 1 & 1)
     return False
@@ -191,7 +191,7 @@ def open_pid(pid: int) -> int | None:
     """A descriptor of the process; the caller closes it."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return None
 
 

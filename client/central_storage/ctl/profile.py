@@ -1,7 +1,7 @@
 """The profile of a running training: samples its steps, and names what takes the most of their time.
 
-It reads the rings of the processes and asks the server for the sizes of the variables. The training does nothing for
-it.
+It reads the rings of the processes and asks the server for the sizes of the variables. The training notes
+its moments meanwhile.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ class Profile:
 def profile(address: str, count: int = 200, seconds: float = 5.0) -> Profile:
     """Sample ``count`` steps of the service in the run directory ``address``, or the steps of ``seconds``.
 
-    Raises InvalidArgumentError for numbers that make no sense, and otherwise as :class:`.step_times.Rings` and
-    :func:`central_storage.connect` do. A service that ends meanwhile is not an error.
+    Raises InvalidArgumentError for numbers that make no sense, and otherwise as
+    :class:`central_storage.timeline.rings.Rings` and :func:`central_storage.connect` do. A service that ends meanwhile
+    is not an error.
     """
     if count < 1 or not 0 < seconds < 1e6:
         raise InvalidArgumentError(
             f"a profile needs at least one step and a time of more than 0 and less than 1e6 seconds, not {count} steps "
             f"in {seconds!r} seconds"
         )
+    connect(address).close()  # a service that is just starting has all rings when it answers
     with Rings(address) as rings:
         committed = _Committed(address, rings)
         recorded: dict[str, list[Moment]] = {process: [] for process in rings.rings}

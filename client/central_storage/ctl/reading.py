@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from cs_proto.errors import CentralStorageError, LaunchError, NoAnswerError, ShutdownError
+from cs_proto.errors import CentralStorageError, LaunchError, NoAnswerError, PeerProtocolError, ShutdownError
 from cs_proto.frozen import fields_of, frozen
 from cs_proto.messages import Counters, ServiceProcess, ServiceReport
 
@@ -154,7 +154,7 @@ class Looker:
             with Supervisor(self.entry.path, self._timeout) as asked:
                 supervisor = supervisor or asked.pid
                 report = asked.report()
-        except NoAnswerError:
+        except (NoAnswerError, PeerProtocolError):  # late, or of a version that this one does not understand
             is_silent = True
         except (LaunchError, ShutdownError):
             pass

@@ -71,7 +71,7 @@ def drawn(
     keys = "q quit  p pause  s sort: " + f"{sort}  0-9 log of that worker  v server  l all logs"
     lines = lines[: rows - 1]
     lines += [""] * (rows - 1 - len(lines))
-    return [line.replace("\t", " ")[:columns] for line in (*lines, keys)]
+    return [printing.shown(line)[:columns] for line in (*lines, keys)]
 
 
 def _head(reading: Reading, is_paused: bool) -> list[str]:

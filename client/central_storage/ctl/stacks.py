@@ -122,7 +122,10 @@ def _ask(pid: int, undo: Callable[..., object]) -> _Asked | str:
     if descriptor is None:
         return "it keeps no stacks ready: it is just starting, or is no process of Python"
     undo(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # one reader at a time
+    try:  # one reader at a time
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "another cs-ctl reads its stacks; try again"
     os.ftruncate(descriptor, 0)
     if not processes.handles(pid, stacks.SIGNAL) or not processes.send(pidfd, stacks.SIGNAL):
         return "it has ended, or another program runs in it"

@@ -73,7 +73,8 @@ def show(stream: Literal["stdout", "stderr"], text: str) -> None:
     """Print lines of the service's processes to the place where this script, or this notebook cell, prints."""
     own = sys.stdout if stream == "stdout" else sys.stderr
     if own is not None:
-        with suppress(OSError, ValueError), above_bars(own):  # its reader is gone, or it is closed
+        # Its reader is gone, it is closed, or another thread of the user makes bars.
+        with suppress(OSError, ValueError, RuntimeError), above_bars(own):
             own.write(text)
             own.flush()
 
@@ -82,5 +83,8 @@ class _AboveBars(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes log lines above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with above_bars(self.stream):
-            super().emit(record)
+        try:
+            with above_bars(self.stream):
+                super().emit(record)
+        except Exception:  # noqa: BLE001  (of a bar of the user's: a line of a log raises nothing)
+            self.handleError(record)

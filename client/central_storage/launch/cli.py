@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ from .packages import python_path
 from .plan import Command, Options, of_incarnation, script_command, service_commands, standby_commands
 from .remote.serve import serve
 from .run_directory import RunDirectory
-from .service_file import ServiceFile
+from .service_file import ServiceFile, typed
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
 from .supervisor.output import LogFiles
@@ -159,9 +158,8 @@ def _launch(options: argparse.Namespace) -> int:
 
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
-        typed = shlex.join(arguments)
         known = (compute, parameters) if options.devices else ((), "")
-        file = ServiceFile.of(run_directory.path, typed, "launcher", *known, log_directory=logs.directory)
+        file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, log_directory=logs.directory)
         return run(
             run_directory,
             plan,

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from cs_proto.frozen import fields_of, frozen, with_changes
 
-__all__ = ["FILE", "Kind", "ServiceFile", "origin"]
+__all__ = ["FILE", "Kind", "ServiceFile", "origin", "typed"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -112,7 +112,10 @@ class ServiceFile:
             values = [read[name] for name in _FIELDS]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        values[_FIELDS.index("devices")] = tuple(read["devices"])
+        devices = read["devices"]
+        if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
+            return None
+        values[_FIELDS.index("devices")] = tuple(devices)
         is_right = all(isinstance(value, _TYPES.get(name, str)) for name, value in zip(_FIELDS, values, strict=True))
         return cls(*values) if is_right and read["kind"] in get_args(Kind) else None
 
@@ -126,12 +129,16 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+def typed(words: Sequence[str]) -> str:
+    """What the user typed, in one line that is not too long."""
+    return " ".join(shlex.join(words).split())[:_SCRIPT_LIMIT]
+
+
 def origin() -> tuple[str, Kind]:
     """What the user of this process typed, and whether it is a script or a notebook."""
     if "ipykernel.kernelapp" in sys.modules:
         return os.environ.get("JPY_SESSION_NAME") or "notebook", "notebook"
-    typed = shlex.join(sys.orig_argv[1:]) if len(sys.orig_argv) > 1 else "interactive"
-    return " ".join(typed.split())[:_SCRIPT_LIMIT], "script"
+    return typed(sys.orig_argv[1:]) or "interactive", "script"
 
 
 def _stem(script: str) -> str:

@@ -172,10 +172,11 @@ class ServiceThreads:
             undo.callback(theirs.close)
             self._run_directory = RunDirectory()
             undo.callback(self._run_directory.remove)
+            script, kind = origin()
             ServiceFile.of(
                 self._run_directory.path,
-                origin()[0],
-                "in-process",
+                script,
+                "notebook" if kind == "notebook" else "in-process",
                 devices=devices,
                 parameter_device=parameter_device,
                 script_pid=os.getpid(),

@@ -6,7 +6,6 @@ import re
 import uuid
 import weakref
 from collections.abc import Hashable, Iterable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +13,11 @@ import numpy as np
 from central_storage.core.composites import Composite
 from central_storage.core.context import (
     current_replica,
-    enter_cross_replica,
     get_array_module,
     get_replica_context,
     get_strategy,
     has_strategy,
+    in_cross_replica,
     refuse_in_replica,
 )
 from central_storage.core.tensors.tensor import as_tensor
@@ -184,9 +183,11 @@ class GradientAccumulator(Composite):
     def start(self, name: str, value: np.ndarray) -> None:
         """Make the variable of that name after the slash, with that value, outside replicas."""
         strategy = self._strategy
-        with nullcontext() if strategy is None else enter_cross_replica(strategy):
-            made = Variable(value, trainable=False, name=f"{self.name}/{name}")
-        self._kept[_position_of(name)] = made
+
+        def make() -> Variable:
+            return Variable(value, trainable=False, name=f"{self.name}/{name}")
+
+        self._kept[_position_of(name)] = make() if strategy is None else in_cross_replica(strategy, make)
 
     # --- what is kept -----------------------------------------------------------------------------------------
 

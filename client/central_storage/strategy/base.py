@@ -31,7 +31,7 @@ from .extended import StrategyExtended
 from .rates import Rates
 from .replica_devices import ReplicaDevices
 from .run_steps import LOOKAHEAD, Steps, StepSeries, check, keeps_per_replica, steps_of
-from .step_bar import known, step_bar
+from .step_bar import checked, known, step_bar
 
 __all__ = ["StrategyBase"]
 
@@ -281,8 +281,10 @@ class StrategyBase(ReplicaDevices):
         ahead, length = Rates(rates, self.take_along), steps_of(dataset, steps)
         send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
         is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
-        bar = step_bar(progress, known(length, steps))
-        return Steps(series, iter(dataset), is_own, steps, send, keep, ahead, length, bar)
+        checked(progress)
+        total, elements = known(length, steps), iter(dataset)
+        bar = step_bar(progress, total)
+        return Steps(series, elements, is_own, steps, send, keep, ahead, length, bar)
 
     def _send_step(
         self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates, element: Any

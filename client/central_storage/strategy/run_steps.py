@@ -153,8 +153,6 @@ class Steps(Closed):
         if not self._is_open:
             return
         self._is_open = False
-        if self._bar is not None:
-            self._bar.close()
         try:
             self._series.settle()
         finally:
@@ -165,6 +163,8 @@ class Steps(Closed):
                 self._elements.close()
             else:
                 self._elements.give_back(unused)
+            if self._bar is not None:
+                self._bar.close()
         for number in range(self._taken, self._series.begun):
             self._rates.begun()
             error = self._series.drop()

@@ -9,8 +9,9 @@ import numpy as np
 
 from central_storage.core.values import DistributedValues
 from central_storage.diagnostics.bars import Bar
+from central_storage.diagnostics.extras import require
 
-__all__ = ["StepBar", "known", "mean_of", "numbers_of", "step_bar", "with_bar"]
+__all__ = ["StepBar", "checked", "known", "mean_of", "numbers_of", "step_bar", "with_bar"]
 
 T = TypeVar("T")
 
@@ -46,20 +47,28 @@ def step_bar(progress: bool | str, total: int | None) -> StepBar | None:
 
     Raises TypeError if ``progress`` is neither a bool nor a str, and ModuleNotFoundError without tqdm.
     """
+    text = checked(progress)
+    return None if text is None else StepBar(text, total)
+
+
+def checked(progress: bool | str) -> str | None:
+    """The text before the bar that ``progress`` asks for; None if it asks for none. Raises as :func:`step_bar`."""
     if not isinstance(progress, bool | str):
         raise TypeError(f"progress must be True, False or a text that stands before the bar, not {progress!r:.80}")
     if progress is False:
         return None
-    return StepBar("" if progress is True else progress, total)
+    require("tqdm", "progress", "a progress bar")
+    return "" if progress is True else progress
 
 
 def with_bar(results: Iterator[T], progress: bool | str, total: int | None) -> Iterator[T]:
     """The ``results``, with a bar if ``progress`` asks for one. Raises as :func:`step_bar`."""
-    bar = step_bar(progress, total)
-    return results if bar is None else _counted(results, bar)
+    text = checked(progress)
+    return results if text is None else _counted(results, text, total)
 
 
-def _counted(results: Iterator[T], bar: StepBar) -> Iterator[T]:
+def _counted(results: Iterator[T], text: str, total: int | None) -> Iterator[T]:
+    bar = StepBar(text, total)
     try:
         for result in results:
             bar.passed(result)
@@ -114,7 +123,11 @@ def _number(value: Any) -> float | None:
     if not isinstance(value, np.ndarray | np.generic):
         is_here = getattr(value, "is_ready", None)  # of an array of JAX
         device = getattr(getattr(value, "device", None), "type", "")  # of a tensor of torch
-        if not (device == "cpu" or (callable(is_here) and is_here())) or np.prod(value.shape) != 1:
+        shape = getattr(value, "shape", None)
+        if not (device == "cpu" or (callable(is_here) and is_here())) or shape is None or np.prod(shape) != 1:
             return None
-        value = np.asarray(value.detach() if hasattr(value, "detach") else value)
+        try:
+            value = np.asarray(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, RuntimeError):  # of a dtype or a layout that NumPy lacks
+            return None
     return float(value.item()) if value.size == 1 and value.dtype.kind in "iuf" else None

@@ -47,6 +47,7 @@ class Recorder:
         self._rings = Rings(address)
         self._limit = limit // len(self._rings.rings)
         self._kept: dict[str, deque[np.ndarray]] = {process: deque() for process in self._rings.rings}
+        self._counts = dict.fromkeys(self._rings.rings, 0)  # of the moments in ``_kept``
         self._missing = dict.fromkeys(self._rings.rings, 0)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="central-storage timeline", daemon=True)
@@ -75,8 +76,11 @@ class Recorder:
         for process, ring in self._rings.rings.items():
             copied, lost = ring.copied()
             kept = self._kept[process]
-            kept.append(copied)
-            while sum(map(len, kept)) - len(kept[0]) >= self._limit:
+            if len(copied):
+                kept.append(copied)
+                self._counts[process] += len(copied)
+            while kept and self._counts[process] - len(kept[0]) >= self._limit:
+                self._counts[process] -= len(kept[0])
                 lost += len(kept.popleft())
             self._missing[process] += lost
 
@@ -133,18 +137,23 @@ class Recording:
         """Begin. Raises as :class:`Recorder` does, and OSError if the file cannot be written."""
         self.path = Path(path).absolute()
         self._part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        self._part.touch()  # so that a wrong path is said before the training and not after it
+        with suppress(FileNotFoundError):
+            self._part.unlink()
+        # Now, so that a wrong path is said before the training and not after it.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(self._part, flags, 0o666), "w", encoding="utf-8")
         try:
             self._recorder = Recorder(address)
         except BaseException:
+            self._file.close()
             self._part.unlink()
             raise
 
     def write(self) -> None:
         """Stop, and write the file. Raises OSError if that fails."""
-        trace = self._recorder.finish()
         try:
-            with self._part.open("w") as file:
+            with self._file as file:
+                trace = self._recorder.finish()
                 file.write(json.dumps(trace, separators=(",", ":")))
             self._part.replace(self.path)
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Hashable, Iterable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +12,9 @@ import numpy as np
 from central_storage.core.composites import Composite
 from central_storage.core.context import (
     current_replica,
-    enter_cross_replica,
     get_strategy,
     has_strategy,
+    in_cross_replica,
     refuse_in_replica,
 )
 from central_storage.core.values import VariableAggregation
@@ -171,14 +170,17 @@ class ExponentialMovingAverage(Composite):
         if strategy is not None:
             self.adopt(strategy)
         is_here = current_replica(strategy) is not None
-        with nullcontext() if strategy is None or is_here else enter_cross_replica(strategy):
-            self._averages[variable] = Variable(
+
+        def make() -> Variable:
+            return Variable(
                 value,
                 trainable=False,
                 name=self.average_name(variable),
                 # The replicas compute the same average from the same value.
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
             )
+
+        self._averages[variable] = make() if strategy is None or is_here else in_cross_replica(strategy, make)
 
     def _find(self, variables: Iterable[Variable]) -> None:
         """Learn of averages that replicas have made: they have no way to tell, but the names say it."""

@@ -60,7 +60,7 @@ class Prepared:
         self._calls = [np.array([share.call for share in each[1]], np.int64) for each in operations if each is not None]
         for phase, calls in enumerate(self._calls):
             own, *others = calls
-            handed = list(zip(helpers, others, strict=False))
+            handed = list(zip(helpers[: len(others)], others, strict=True))
             for lane in range(len(calls)):
                 self.instructions += stores.enter(phase, lane)
             self.instructions += [(Op.HAND, helper.address, call.ctypes.data, 0) for helper, call in handed]

@@ -6,6 +6,9 @@ memory by single stores of one word, in the order of the program. So a process t
 one and none after it, and another process sees them in this order. LLVM keeps it, because the stores release and the
 loads acquire; on x86-64 that takes no other instruction.
 
+A call that is handed to a helper is made between its `Op.HAND` and its `Op.JOIN`, in no order with what lies between.
+So it shares no memory with these instructions, and each HAND has its JOIN.
+
 A program trusts its maker with addresses. It holds no lock, and not the GIL. It knows no commits.
 """
 

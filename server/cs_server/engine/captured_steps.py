@@ -7,9 +7,9 @@ into the account. Before anything else needs the tables, :meth:`CapturedSteps.un
 the messages again in the general way. A server that takes the place of this one does the same. ``engine`` asks here
 before every event. Decisions 21, 33 and 34 have the reasons.
 
-A step with a merge point that needs an answer (an ``all_reduce``, a ``merge_call``, the first gradients of a set, an
-assigned Python number) is not captured, because the replicas wait for the server in the middle of it. Nor is one in
-which a replica reads its own update, which takes a commit of its own.
+Questions of ``all_reduce`` and ``all_gather`` that fit into messages are captured, too: ``open_step``, decision 35. A
+step with another merge point that needs an answer (a ``merge_call``, the first gradients of a set, an assigned Python
+number) is not. Nor is one in which a replica reads its own update, which takes a commit of its own.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NextStep:
 
 
 class CapturedSteps:
-    """The steps that were decided and that the other tables do not have yet, and the returns of the current step."""
+    """The steps that were decided and that the other tables do not have yet, and the messages of the current step."""
 
     def __init__(self, server: State, account: Account) -> None:
         """``account`` is as the last server left it, if there was one. Its steps become captured ones."""

@@ -7,18 +7,21 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.client.ctl.conftest import reading
 from tests.harness.processes import ROOT
 
-from central_storage.ctl import cli, extras
-from central_storage.ctl.commands import completion, ls, status
-from central_storage.ctl.reading import Process, Reading, as_json
+from central_storage.ctl import cli, extras, printing, screen
+from central_storage.ctl.commands import completion, logs, ls, status
+from central_storage.ctl.reading import Event, Process, Reading, as_json
 from central_storage.launch.packages import python_path
+from central_storage.launch.run_directory import RunDirectory
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import fields_of
+from cs_proto.messages import LogLine
 
 GUIDE = (ROOT / "docs/guide/cs-ctl.md").read_text()
 
@@ -55,6 +58,7 @@ def test_a_command_is_imported_only_when_it_is_called() -> None:
         (["stop", "--wait", "-1", "/nowhere"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["stop", "--kill-after", "nan", "/nowhere"], 2, "--kill-after is a number of seconds below 1e6, not nan"),
         (["logs", "--lines", "-1"], 2, "--lines must be a number from 1, not -1"),
+        (["profile", "--steps", "0"], 3, "cs-ctl: error: no service runs"),
         (["top", "--interval", "0"], 2, "--interval is a number of seconds from 0.05 to 1e6, not 0"),
     ],
 )
@@ -161,3 +165,45 @@ def test_fish_takes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> 
     assert follow in lines
     assert any(line.endswith("-a 'bash zsh fish' -d 'your shell'") for line in lines)
     assert completion.fish(cli.parser_of("cs-top")).startswith("complete -c cs-top -f\n")
+
+
+@pytest.mark.parametrize("timeout", ["-1", "0", "nan", "1e300"])
+def test_a_timeout_is_a_time(
+    held: Callable[..., RunDirectory], timeout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = held()
+    for command in (["status"], ["logs"], ["stack"]):
+        assert cli.main([*command, directory.path, "--timeout", timeout]) == cli.INVALID
+        assert "a timeout is a number of seconds" in capsys.readouterr().err
+
+
+def test_a_profile_has_steps(held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", held().path, "--steps", "0"]) == cli.INVALID
+    assert "at least one step" in capsys.readouterr().err
+
+
+def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, lines of logs and paths are text of others."""
+    evil = "a\x1b[2J\x07b\u202e\udcff\nc"
+    shown = "a\\x1b[2J\\x07b\\u202e\\udcff\\nc"
+    printing.table(["NAME"], [[evil]])
+    printing.line(evil)
+    status._print(reading(name=evil, script=evil, waiting=(evil, evil), events=(Event(1.0, evil),)))
+    logs._show([LogLine(1.0, "w0", "stdout", evil)], as_json=False)
+    said = capsys.readouterr().out
+    assert said.count(shown) >= 6
+    assert not {*said} & {"\x1b", "\x07", "\u202e", "\udcff"}
+    assert all(
+        line.isprintable()
+        for line in screen.drawn(
+            reading(name=evil),
+            [1.0],
+            [(evil, 0.5)],
+            shares_title=evil,
+            sort="name",
+            is_paused=False,
+            log=[evil],
+            columns=200,
+            rows=50,
+        )
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -149,3 +150,12 @@ def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) 
     assert origin() == ("notebook", "notebook")
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/a.ipynb")
     assert origin() == ("/home/me/a.ipynb", "notebook")
+
+
+@pytest.mark.parametrize("devices", [5, "cpu:0", [5], None])
+def test_a_file_of_another_kind_is_none(held: Held, devices: object) -> None:
+    directory = held()
+    path = Path(directory.path, FILE)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "devices": devices}))
+    assert ServiceFile.read(directory.path) is None
+    assert [entry.path for entry in services.find()] == [directory.path]

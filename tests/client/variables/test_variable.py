@@ -381,8 +381,7 @@ def test_a_kept_view_is_shown_in_its_context_and_epoch_alone(s: CentralStorageSt
     backend: Any = Backend()
     with context.enter_replica(s, backend):
         assert [is_asked_for(), is_asked_for()] == [True, False]
-        with context.enter_cross_replica(s):
-            assert np.asarray(v).flags.writeable
+        assert context.in_cross_replica(s, lambda: np.asarray(v)).flags.writeable
         assert [is_asked_for(), is_asked_for()] == [True, False]
         with context.enter_replica(s, backend):
             assert [is_asked_for(), is_asked_for()] == [True, False]

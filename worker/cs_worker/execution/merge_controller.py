@@ -115,10 +115,12 @@ class MergeController:
         return self._from_value(values[self._config.replica])
 
     def _call(self, token: Token, function: Callable[..., Any]) -> tuple[messages.Value, ...]:
-        with context.enter_cross_replica(self._strategy):
+        def call() -> Any:
             args, kwargs = regroup([self._from_value(value) for value in token.arguments])
             with self._interrupts.user_code():
-                result = function(self._strategy, *args, **kwargs)
+                return function(self._strategy, *args, **kwargs)
+
+        result = context.in_cross_replica(self._strategy, call)
         placing = Placing(self._arena)
         shared = shared_parts(token.k, result) if self.replicas > 1 else {}
         parts = [select_replica(replica, result) for replica in range(self.replicas)]

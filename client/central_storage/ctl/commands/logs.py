@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from central_storage.ctl import printing
 from central_storage.ctl.asking import Supervisor
 from central_storage.ctl.services import choose
 from cs_proto.errors import ConfigurationError
@@ -59,5 +60,5 @@ def _show(lines: Sequence[LogLine], *, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"time": line.time, "process": line.label, "stream": line.stream, "text": line.text}))
         else:
-            print(f"[{line.label}] {line.text}")
+            printing.line(f"[{line.label}] {line.text}")
     sys.stdout.flush()

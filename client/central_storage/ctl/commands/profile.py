@@ -28,5 +28,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         printing.json_line(as_json(found))
     else:
-        print(*lines(found), sep="\n")
+        for text in lines(found):
+            printing.line(text)
     return 0 if found.steps else 1

@@ -49,9 +49,9 @@ def _print(stacks: list[tuple[str, list[Stack]]], missing: dict[str, str]) -> No
     for labels, frames in merged(stacks):
         counts = {label: labels.count(label) for label in labels}
         names = [label + (f", {count} threads" if count > 1 else "") for label, count in counts.items()]
-        print(f"{'; '.join(names)}:")
+        printing.line(f"{'; '.join(names)}:")
         for file, line, function in frames:
-            print(f"  {file}:{line} in {function}" if line else f"  {file}")
+            printing.line(f"  {file}:{line} in {function}" if line else f"  {file}")
         print()
     for title, why in missing.items():
-        print(f"{title}: {why}")
+        printing.line(f"{title}: {why}")

@@ -65,19 +65,19 @@ def _print(reading: Reading) -> None:
     }
     for name, text in lines.items():
         if text:
-            print(f"{name + ':':<11}{text}")
+            printing.line(f"{name + ':':<11}{text}")
     for wait in reading.waiting[1:]:
-        print(f"{'':<11}and for {wait}")
+        printing.line(f"{'':<11}and for {wait}")
     if reading.uncaptured:
         print("steps that were not captured:")
         for why, count in sorted(reading.uncaptured.items(), key=lambda pair: -pair[1]):
-            print(f"  {count:>8}  {why}")
+            printing.line(f"  {count:>8}  {why}")
     print()
     _print_processes(reading)
     if reading.events:
         print("\nlast events:")
         for event in reading.events:
-            print(f"  {printing.clock(event.time)}  {event.text}")
+            printing.line(f"  {printing.clock(event.time)}  {event.text}")
 
 
 def _script(reading: Reading) -> str | None:

@@ -51,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         printing.json_line({"name": entry.name, "address": entry.path, "signals": sent, "seconds": round(seconds, 3)})
     else:
-        print(f"{entry.name} has ended")
+        printing.line(f"{entry.name} has ended")
     return 0
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printing.shown(text), file=sys.stderr)
 
 
 def _quiet(text: str) -> None:
@@ -68,18 +68,22 @@ class _Ending:
 
     def __init__(self, entry: Entry, undo: ExitStack) -> None:
         self._entry = entry
+        self._undo = undo
         file = entry.file
         supervisor = file.supervisor if file is not None else self._connected()
-        if file is not None and processes.status(supervisor) is not None and not self._is_supervisor(supervisor):
-            raise LaunchError(f"{entry.name} runs in another container, whose processes cannot be signalled from here")
-        self._undo = undo
-        self._supervisor = self._held(supervisor)
-        if self._supervisor is None:
+        # Held before it is looked at: what is found then is true of the process that gets the signals.
+        self._supervisor = self._held(supervisor) if supervisor else None
+        if self._supervisor is None and (file is None or entry.is_stale):
             raise LaunchError(f"{entry.name} has ended")
-        self._script = self._held(entry.script_pid) if entry.script_pid else None
+        if self._supervisor is None or not self._is_supervisor(supervisor):
+            raise LaunchError(f"{entry.name} runs in another container, whose processes cannot be signalled from here")
+        script = entry.script_pid
+        self._script = self._held(script) if script else None
+        if self._script is not None and entry.script_pid != script:  # it has ended, and its number may be another's
+            self._script, script = None, 0
         self._is_notebook = file is not None and file.kind == "notebook"
-        self._ignores_ctrl_c = processes.ignores(entry.script_pid or supervisor, signal.SIGINT)
-        self._is_thread = entry.script_pid == supervisor
+        self._ignores_ctrl_c = processes.ignores(script or supervisor, signal.SIGINT)
+        self._is_thread = script == supervisor
 
     def end(self, wait: float, kill_after: float | None, say: Callable[[str], None]) -> list[str]:
         """Send signals until the service has ended; the names of those that were needed. Raises NoAnswerError."""
@@ -92,15 +96,21 @@ class _Ending:
                 for target in targets:
                     processes.send(target, number)
                 # An interrupted notebook goes on, and so does its service.
-                if self._has_ended(0.0 if self._is_notebook and number == signal.SIGINT else seconds):
+                is_left = self._is_notebook and not self._is_thread and number == signal.SIGINT
+                if self._has_ended(0.0 if is_left else seconds):
                     return sent
+        if kill_after is None and self._is_notebook and self._is_thread:
+            raise NoAnswerError(f"{self._entry.name} runs in threads of a notebook: shut it down there")
         if kill_after is None:
             raise NoAnswerError(
                 f"{self._entry.name} is still there {wait:g} s after SIGTERM; --kill-after SECONDS ends it by SIGKILL"
             )
+        targets = self._targets(signal.SIGKILL)
+        if not targets:
+            raise NoAnswerError(f"{self._entry.name} runs in threads of a notebook: shut it down there")
         sent.append("SIGKILL")
         say(f"SIGKILL to {self._entry.name}")
-        for target in self._targets(signal.SIGKILL):
+        for target in targets:
             processes.send(target, signal.SIGKILL)
         if not self._has_ended(wait):
             raise NoAnswerError(f"{self._entry.name} is still there {wait:g} s after SIGKILL: it waits in the kernel")
@@ -111,6 +121,8 @@ class _Ending:
         service ends with its script; one of a notebook is ended by itself."""
         assert self._supervisor is not None
         file = self._entry.file
+        if self._is_notebook and self._is_thread:  # its process is the notebook, which stays
+            return [self._supervisor] if number == signal.SIGINT and not self._ignores_ctrl_c else []
         script = [self._script] if self._script is not None else []
         if not script or self._is_thread or (self._is_notebook and number != signal.SIGINT):
             return [] if number == signal.SIGINT and self._ignores_ctrl_c else [self._supervisor]

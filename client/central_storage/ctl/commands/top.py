@@ -68,7 +68,8 @@ def _lines(looker: Looker, options: argparse.Namespace) -> int:
         else:
             wait = f" for {reading.waiting[0]}" if reading.waiting else ""
             step, rate = printing.plain(reading.step), printing.number(reading.rate)
-            print(f"{reading.name}  {reading.state}{wait}  step {step}  {rate} steps/s", flush=True)
+            printing.line(f"{reading.name}  {reading.state}{wait}  step {step}  {rate} steps/s")
+            sys.stdout.flush()
         if reading.state == "over":
             return 0
         time.sleep(options.interval)
@@ -91,14 +92,17 @@ class _Log:
         if self._supervisor is not None:
             self._supervisor.close()
 
-    def of(self, label: str) -> list[str]:
-        """The lines of one process, or of all if ``label`` is empty."""
+    def read(self) -> None:
+        """Take in what has come. To be called often: of what waits too long, the newest lines are dropped."""
         if self._supervisor is not None:
             try:
                 self._lines.extend(self._supervisor.waiting_lines())
             except CentralStorageError:  # the service has ended, and what it printed stays
                 self._supervisor.close()
                 self._supervisor = None
+
+    def of(self, label: str) -> list[str]:
+        """The lines of one process, or of all if ``label`` is empty."""
         return [f"[{line.label}] {line.text}" for line in self._lines if label in ("", line.label)]
 
 
@@ -125,6 +129,7 @@ class _Top:
                 if now >= due:
                     due = now + self._interval
                     self._look()
+                self._log.read()
                 size = os.get_terminal_size(sys.stdout.fileno())
                 print(_HOME + f"{_REST}\r\n".join(self._drawn(size.columns, size.lines)) + _REST, end="", flush=True)
                 if not self._hear(descriptor, due - time.monotonic()):

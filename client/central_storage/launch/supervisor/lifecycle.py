@@ -573,8 +573,8 @@ class Service:
         Shutdown: (None, _shut_down),
         ShowService: (
             None,
-            lambda self, peer, _: peer.send(
-                self._reporter.report(self._state, self._children, self._reception.peers, self._restarts)
+            lambda self, peer, _: self._reporter.show_service(
+                peer, self._state, self._children, self._reception.peers, self._restarts
             ),
         ),
         ShowLog: (None, lambda self, peer, request: self._reporter.show_log(peer, request)),

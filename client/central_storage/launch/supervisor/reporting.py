@@ -29,6 +29,7 @@ _LINE_LIMIT = 500
 _PACKET_LIMIT = 16_384
 # Characters of all causes of death in one report.
 _CAUSES_LIMIT, _CAUSE_LIMIT = 16_384, 300
+_CONTROLLERS, _CLIENT_LIMIT = 100, 64
 
 
 class Reporter:
@@ -74,7 +75,10 @@ class Reporter:
                     peer.send(packet)
 
     def show_log(self, peer: Peer, request: ShowLog) -> None:
-        """Send the last lines, and from now on those that come if the peer follows."""
+        """Send the last lines, and from now on those that come if the peer follows. A peer that does not read gets no
+        answer."""
+        if peer.is_slow:
+            return
         packets = _packets(list(self._lines)) or [LogLines((), False)]
         for packet in packets[:-1]:
             peer.send(packet)
@@ -94,14 +98,20 @@ class Reporter:
             self._watchers.remove(peer)
             self._memory.note_watched(bool(self._watchers))
 
-    def report(
+    def show_service(
+        self, peer: Peer, state: ServiceState, processes: Sequence[Running], peers: Sequence[Peer], restarts: Restarts
+    ) -> None:
+        """Say how the service is. A peer that does not read gets no answer."""
+        if not peer.is_slow:
+            peer.send(self._report(state, processes, peers, restarts))
+
+    def _report(
         self, state: ServiceState, processes: Sequence[Running], peers: Sequence[Peer], restarts: Restarts
     ) -> ServiceReport:
-        """How the service is."""
         limit = min(_CAUSE_LIMIT, _CAUSES_LIMIT // max(1, len(processes)))
         controllers = tuple(
-            (peer.pid, peer.introduction.client)
-            for peer in peers
+            (peer.pid, peer.introduction.client[:_CLIENT_LIMIT])
+            for peer in peers[:_CONTROLLERS]
             if peer.introduction is not None and peer.introduction.role == "controller"
         )
         described = tuple(self._process(child, limit) for child in processes)
