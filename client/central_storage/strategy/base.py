@@ -281,10 +281,8 @@ class StrategyBase(ReplicaDevices):
         ahead, length = Rates(rates, self.take_along), steps_of(dataset, steps)
         send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
         is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
-        checked(progress)
-        total, elements = known(length, steps), iter(dataset)
-        bar = step_bar(progress, total)
-        return Steps(series, elements, is_own, steps, send, keep, ahead, length, bar)
+        text, total, elements = checked(progress), known(length, steps), iter(dataset)
+        return Steps(series, elements, is_own, steps, send, keep, ahead, length, step_bar(text, total))
 
     def _send_step(
         self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates, element: Any

@@ -42,17 +42,16 @@ class StepBar:
         self._bar.close(numbers_of(last))
 
 
-def step_bar(progress: bool | str, total: int | None) -> StepBar | None:
-    """The bar of ``run_steps``; None if ``progress`` asks for none. A text stands before the bar.
-
-    Raises TypeError if ``progress`` is neither a bool nor a str, and ModuleNotFoundError without tqdm.
-    """
-    text = checked(progress)
+def step_bar(text: str | None, total: int | None) -> StepBar | None:
+    """The bar that stands behind ``text``; None if there is none."""
     return None if text is None else StepBar(text, total)
 
 
 def checked(progress: bool | str) -> str | None:
-    """The text before the bar that ``progress`` asks for; None if it asks for none. Raises as :func:`step_bar`."""
+    """The text before the bar that ``progress`` asks for; None if it asks for none.
+
+    Raises TypeError if ``progress`` is neither a bool nor a str, and ModuleNotFoundError without tqdm.
+    """
     if not isinstance(progress, bool | str):
         raise TypeError(f"progress must be True, False or a text that stands before the bar, not {progress!r:.80}")
     if progress is False:
@@ -62,7 +61,7 @@ def checked(progress: bool | str) -> str | None:
 
 
 def with_bar(results: Iterator[T], progress: bool | str, total: int | None) -> Iterator[T]:
-    """The ``results``, with a bar if ``progress`` asks for one. Raises as :func:`step_bar`."""
+    """The ``results``, with a bar if ``progress`` asks for one. Raises as :func:`checked`."""
     text = checked(progress)
     return results if text is None else _counted(results, text, total)
 
