@@ -21,11 +21,11 @@ def is_terminal() -> bool:
 
 
 def shown(text: str) -> str:
-    """Text of a service as a terminal may get it: what would steer the terminal, or cannot be written, is escaped.
+    r"""Text of a service as a terminal may get it: what would steer the terminal, or cannot be written, is escaped.
 
     Examples:
-        >>> shown("w0: \x1b[2Jdone, ünï")
-        'w0: \\x1b[2Jdone, ünï'
+        >>> print(shown("w0: \x1b[2Jdone, ünï"))
+        w0: \x1b[2Jdone, ünï
     """
     if text.isprintable():
         return text
