@@ -257,7 +257,8 @@ def _compile_values(cls: type[Record]) -> None:
     parameters = [f"_{name}" for name in kinds]
     written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}") for name, kind in kinds.items())]
     lines = [f"def wire_of({', '.join(['frames', *parameters])}):", f" return ({', '.join(written)},)"]
-    lines += [f"def values_of({', '.join(['*', *kinds])}):", f" return ({', '.join(kinds)},)"]
+    given, returned = ", ".join(["*", *kinds] if kinds else []), "".join(f"{name}, " for name in kinds)
+    lines += [f"def values_of({given}):", f" return ({returned})"]
     exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
     cls.wire_of = staticmethod(known["wire_of"])
     cls.values_of = staticmethod(known["values_of"])
