@@ -37,7 +37,7 @@ class Progress(Closed, Generic[T]):
     def __next__(self) -> T:
         try:
             item = next(self._items)
-        except BaseException:
+        except BaseException:  # the end of the loop, whatever ends it, also Ctrl-C
             self._bar.close()
             raise
         self._bar.passed(item if self._has_results else self._shown)

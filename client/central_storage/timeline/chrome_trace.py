@@ -144,7 +144,7 @@ class Recording:
         self._file = os.fdopen(os.open(self._part, flags, 0o666), "w", encoding="utf-8")
         try:
             self._recorder = Recorder(address)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nothing may be left behind
             self._file.close()
             self._part.unlink()
             raise

@@ -205,7 +205,7 @@ class Rings:
         try:
             self._link.send(WatchTimes())
             self.rings = dict(self._opened(address))
-        except BaseException:
+        except BaseException:  # also Ctrl-C: while the connection is open, the training notes moments
             self._link.close()
             raise
         if not self.rings:
