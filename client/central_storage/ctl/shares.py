@@ -1,6 +1,5 @@
-"""Where a step's time goes, for the bars of ``cs-ctl top``.
-
-So far these are shares of the processors: how long each process has computed between two looks.
+"""The bars of ``cs-ctl top``: how long each process has computed between two looks. The parts of a step would make the
+training note its step times for as long as somebody watches; ``cs-ctl profile`` has them.
 """
 
 from __future__ import annotations
