@@ -38,51 +38,55 @@ def seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setattr(run, "PROMISES", promises)
     monkeypatch.setattr(run, "_compile", lambda: None)
     monkeypatch.setattr(run, "_apart", lambda promise, seed, trials, on_done, soak: promise.session(seed, trials))
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # one after the other
     monkeypatch.setattr(run, "STATE", tmp_path / "build" / "soak.json")
     return noted
 
 
+def _main(arguments: list[str]) -> int:
+    """The soak, with one session after the other, so that the order of the seeds is known."""
+    return run.main([*arguments, "--jobs", "1"])
+
+
 def test_it_tries_counts_and_bounds(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--promise", "P1"]) == 0
+    assert _main(["--promise", "P1"]) == 0
     assert seeds == [0, 1, 2]
     line = capsys.readouterr().out.splitlines()[-1]
     assert [cell.strip() for cell in line.split("|")][1:6] == ["P1 holds", "25 deaths", "0", "0", "11.29%"]
 
 
 def test_a_violation_is_told_with_its_command(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--promise", "P2"]) == 1
+    assert _main(["--promise", "P2"]) == 1
     out = capsys.readouterr().out
     command = "python -m tests.soak.run --promise P2 --seed 1 --trials 10"
     assert f"VIOLATED: {command}\nthe update of step 7 was applied twice\n" in out
     assert out.splitlines()[-1] == f"violated: {command}"
-    assert run.main(["--promise", "P2", "--seed", "1", "--trials", "1"]) == 1
-    assert run.main(["--promise", "P2", "--seed", "2"]) == 0
+    assert _main(["--promise", "P2", "--seed", "1", "--trials", "1"]) == 1
+    assert _main(["--promise", "P2", "--seed", "2"]) == 0
     assert seeds == [0, 1, 2, 1, 2]
 
 
 def test_it_goes_on_where_it_was_interrupted(seeds: list[int]) -> None:
-    run.main(["--promise", "P1", "--trials", "10"])
-    run.main([])  # the other first, of which less is done
+    _main(["--promise", "P1", "--trials", "10"])
+    _main([])  # the other first, of which less is done
     assert seeds == [0, 0, 1, 1, 2, 2]
     assert json.loads(run.STATE.read_text())["tallies"]["P1"]["tried"] == 25
-    run.main(["--promise", "P1"])  # nothing is left to do
+    _main(["--promise", "P1"])  # nothing is left to do
     assert len(seeds) == 6
-    run.main(["--promise", "P1", "--trials", "10", "--fresh"])
+    _main(["--promise", "P1", "--trials", "10", "--fresh"])
     assert seeds[6:] == [0]
 
 
 def test_each_way_of_the_steps_has_results_of_its_own(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    run.main(["--promise", "P1"])
-    assert run.main(["--promise", "P2", "--way", "zeromq"]) == 1
+    _main(["--promise", "P1"])
+    assert _main(["--promise", "P2", "--way", "zeromq"]) == 1
     assert os.environ["CS_MAILBOXES"] == "off"
     assert capsys.readouterr().out.endswith(
         "violated: python -m tests.soak.run --promise P2 --seed 1 --trials 10 --way zeromq\n"
     )
     assert json.loads(run.STATE.read_text())["tallies"]["P1"]["tried"] == 25
-    run.main(["--promise", "P1", "--way", "zeromq"])
+    _main(["--promise", "P1", "--way", "zeromq"])
     assert seeds == [0, 1, 2] * 3
-    run.main(["--promise", "P1", "--seed", "0", "--way", "program"])
+    _main(["--promise", "P1", "--seed", "0", "--way", "program"])
     assert os.environ["CS_MAILBOXES"] == "on"
 
 
@@ -103,7 +107,7 @@ def test_what_was_late_is_tried_again_alone(
             attempt.tried_once()
 
     monkeypatch.setitem(run.PROMISES, "P1", Promise("P1", "is late", "deaths", 25, 10, attack))
-    assert run.main(["--promise", "P1"]) == code
+    assert _main(["--promise", "P1"]) == code
     assert seeds == [0, 1, 2, 1]
     out = capsys.readouterr().out
     command = "python -m tests.soak.run --promise P1 --seed 1 --trials 10"
@@ -111,7 +115,7 @@ def test_what_was_late_is_tried_again_alone(
     assert out.splitlines()[-1].startswith(says)
     assert out.splitlines()[-1].endswith(command)
     assert [cell.strip() for cell in out.splitlines()[-2].split("|")][2:5] == ["25 deaths", str(code), str(1 - code)]
-    run.main(["--promise", "P1"])  # that is known now
+    _main(["--promise", "P1"])  # that is known now
     assert len(seeds) == 4
 
 
@@ -124,7 +128,7 @@ def test_a_session_that_breaks_counts_for_nothing(
         return promise.session(seed, trials)
 
     monkeypatch.setattr(run, "_apart", apart)
-    assert run.main(["--promise", "P1"]) == 1
+    assert _main(["--promise", "P1"]) == 1
     assert seeds == [0, 2, 3]
     out = capsys.readouterr().out
     command = "python -m tests.soak.run --promise P1 --seed 1 --trials 10"
@@ -135,7 +139,7 @@ def test_a_session_that_breaks_counts_for_nothing(
 
 def test_what_is_measured_comes_first(seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(run.PROMISES, "P2", replace(run.PROMISES["P2"], long=2, beside="nothing"))
-    run.main([])
+    _main([])
     assert seeds == [0, 0, 1, 2]
     assert list(json.loads(run.STATE.read_text())["tallies"]) == ["P1", "P2"]
 
@@ -149,7 +153,7 @@ def test_histories_have_a_line_of_their_own(
         attempt.violations += ["lost"] * attempt.wrong_histories
 
     monkeypatch.setitem(run.PROMISES, "P1", Promise("P1", "is wrong", "deaths", 3, 1, attack))
-    assert run.main(["--promise", "P1"]) == 1
+    assert _main(["--promise", "P1"]) == 1
     cells = [
         [cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines() if "P8" in line
     ]
@@ -157,9 +161,9 @@ def test_histories_have_a_line_of_their_own(
 
 
 def test_other_code_begins_anew(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    run.main(["--promise", "P1"])
+    _main(["--promise", "P1"])
     state = json.loads(run.STATE.read_text())
     run.STATE.write_text(json.dumps({**state, "code": "another"}))
-    run.main(["--promise", "P1", "--trials", "10"])
+    _main(["--promise", "P1", "--trials", "10"])
     assert seeds == [0, 1, 2, 0]
     assert "beginning anew" in capsys.readouterr().err
