@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cs_proto.errors import DeviceError
 
-__all__ = ["driver_directory", "local_number", "require_cupy"]
+__all__ = ["cuda_of", "driver_directory", "driver_version", "local_number", "require_cupy"]
 
 _DRIVER = "/proc/driver/nvidia/gpus"
 _VERSION = re.compile(r"NVRM version:.*?\s([0-9]{3,})\.([0-9.]+)\s")
@@ -43,20 +43,37 @@ def local_number(device: str) -> int:
     return own.index(number)
 
 
+def driver_version(driver: Path | None = None) -> str:
+    """The version of the NVIDIA driver, such as ``535.183.01``; empty if there is none. ``driver`` is the directory in
+    which it lists its GPUs (default: :func:`driver_directory`)."""
+    try:
+        match = _VERSION.search(((driver or driver_directory()).parent / "version").read_text())
+    except OSError:
+        return ""
+    return f"{match[1]}.{match[2]}" if match else ""
+
+
+def cuda_of(version: str) -> int | None:
+    """The newest major version of CUDA for which a CuPy package works with this version of the driver; None if it is
+    too old for all.
+
+    Examples:
+        >>> cuda_of("580.65.06"), cuda_of("535.183.01"), cuda_of("470.57.02")
+        (13, 12, None)
+    """
+    return next((major for oldest, major in _CUDA if int(version.partition(".")[0]) >= oldest), None)
+
+
 def require_cupy(devices: Iterable[str], driver: Path | None = None) -> None:
     """Raise a DeviceError that says what to install, if ``devices`` (short form) need CuPy and it is missing."""
     names = [name for device in devices for name in device.split("+") if name.startswith("gpu:")]
     if not names or importlib.util.find_spec("cupy") is not None:
         return
-    try:
-        match = _VERSION.search(((driver or driver_directory()).parent / "version").read_text())
-    except OSError:
-        match = None
-    if match is None:
+    version = driver_version(driver)
+    if not version:
         remedy = "pip install 'central-storage[cuda12]' or, with a driver from 580 on, 'central-storage[cuda13]'"
     else:
-        version = f"{match[1]}.{match[2]}"
-        major = next((major for oldest, major in _CUDA if int(match[1]) >= oldest), None)
+        major = cuda_of(version)
         if major is None:
             remedy = f"the driver ({version}) is too old for every CuPy package; install driver 525 or later"
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cs_proto.sizes import in_units
 
-__all__ = ["address_nbytes", "addresses_left", "available_nbytes", "total_nbytes"]
+__all__ = ["address_nbytes", "addresses_left", "available_nbytes", "group_limits", "total_nbytes"]
 
 # A process has 128 TiB of addresses on x86-64. The other half is for extensions of segments and for the rest of the
 # process, such as the runtime of a GPU.
@@ -34,11 +34,18 @@ def total_nbytes() -> int:
 def available_nbytes(proc: Path = Path("/proc/self")) -> int:
     """Bytes that this process may still touch."""
     available = _kernel_nbytes("MemAvailable")
-    for directory, version in _groups(proc):
-        left = _left(directory, version)
-        if left is not None:
-            available = min(available, left)
+    for _, left, _ in group_limits(proc):
+        available = min(available, left)
     return max(0, available)
+
+
+def group_limits(proc: Path = Path("/proc/self")) -> Iterator[tuple[int, int, str]]:
+    """The limit of each memory control group around this process that has one, the bytes that are left of it, and
+    ``cgroup`` (version 1) or ``cgroup2``; from the innermost group outwards."""
+    for directory, version in _groups(proc):
+        found = _limit_and_left(directory, version)
+        if found is not None:
+            yield *found, version
 
 
 def address_nbytes() -> int:
@@ -64,8 +71,8 @@ def _kernel_nbytes(name: str) -> int:
     return int(line.split()[1]) * 1024  # "MemTotal:       16384 kB"
 
 
-def _left(directory: Path, version: str) -> int | None:
-    """Bytes left in one control group; None if it has no limit."""
+def _limit_and_left(directory: Path, version: str) -> tuple[int, int] | None:
+    """The limit of one control group and the bytes left of it; None if it has no limit."""
     limit, usage, droppable = _FILES[version]
     try:
         allowed = (directory / limit).read_text().strip()
@@ -73,7 +80,7 @@ def _left(directory: Path, version: str) -> int | None:
             return None
         used = int((directory / usage).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        return int(allowed) - used + int(stat.get(droppable, 0))
+        return int(allowed), int(allowed) - used + int(stat.get(droppable, 0))
     except (OSError, ValueError):
         return None  # a root group has no such files: no limit is set there
 

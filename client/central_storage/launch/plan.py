@@ -18,6 +18,8 @@ from cs_proto.messages import Role
 from .affinity import Machine, Share, shares
 
 __all__ = [
+    "PLACE_VARIABLES",
+    "THREAD_VARIABLES",
     "Command",
     "Options",
     "error_file",
@@ -29,8 +31,8 @@ __all__ = [
     "standby_commands",
 ]
 
-# Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
-_THREADS = (
+#: Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
+THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -39,8 +41,8 @@ _THREADS = (
     "BLIS_NUM_THREADS",
     "NUMBA_NUM_THREADS",
 )
-# Who sets one of these has an opinion about where threads run.
-_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+#: Who sets one of these has an opinion about where threads run.
+PLACE_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # What a script is told about its service means nothing to the processes of a service; nor does what those are told.
 _NOT_FOR_SERVICES = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE", "CS_GPUS", "CS_VISIBLE_DEVICES", ENVIRONMENT)
 
@@ -122,7 +124,7 @@ def service_commands(
     replicas = len(options.devices)
     server_threads = _threads_for("NUMBA_NUM_THREADS", environment, machine.cores)
     split = shares(options.devices, machine)
-    if any(environment.get(name) for name in _PLACES):
+    if any(environment.get(name) for name in PLACE_VARIABLES):
         split = [Share(share.threads) for share in split]
     server = Command(
         "server",
@@ -242,7 +244,7 @@ def _gpu_variables(device: str, environment: Mapping[str, str], machine: Machine
 
 
 def _thread_variables(environment: Mapping[str, str], share: int) -> dict[str, str]:
-    return {name: _threads_for(name, environment, share) for name in _THREADS}
+    return {name: _threads_for(name, environment, share) for name in THREAD_VARIABLES}
 
 
 def _threads_for(name: str, environment: Mapping[str, str], share: int) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cs_proto.errors import ConfigurationError, LaunchError
 
-__all__ = ["RunDirectory", "clean_up", "is_free", "known"]
+__all__ = ["RunDirectory", "clean_up", "is_free", "known", "place"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -116,6 +116,11 @@ def known() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def place() -> str | None:
+    """Where new run directories are made; None if no place is suitable."""
+    return next(filter(_usable, _places()), None)
+
+
 def is_free(path: str) -> bool:
     """Whether no process holds the run directory."""
     try:
@@ -135,10 +140,10 @@ def is_free(path: str) -> bool:
 def _register(path: str) -> str | None:
     """Make a link to a directory that the user has named, where :func:`known` finds it; None if that is not needed, or
     not possible."""
-    place = next(filter(_usable, _places()), None)
-    if place is None or (os.path.dirname(path) in _places() and _NAME.fullmatch(os.path.basename(path))):
+    where = place()
+    if where is None or (os.path.dirname(path) in _places() and _NAME.fullmatch(os.path.basename(path))):
         return None
-    link = os.path.join(place, f"cs-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}")
+    link = os.path.join(where, f"cs-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}")
     _unlink(link)
     try:
         os.symlink(path, link)

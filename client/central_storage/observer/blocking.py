@@ -99,7 +99,8 @@ class Question(Generic[T]):
 class Session:
     """The messages of an observer, without the waiting."""
 
-    def __init__(self, address: str | None, timeout: float) -> None:
+    def __init__(self, address: str | None, timeout: float, *, maps: bool = True) -> None:
+        """Without ``maps``, the server is asked for every value, also where its memory could be read."""
         address = address or os.environ.get("CS_ADDRESS")
         if not address:
             raise ConfigurationError("connect needs the run directory of a service: strategy.address, or CS_ADDRESS")
@@ -116,7 +117,7 @@ class Session:
         self.transport = CARRIED
         self._sight: SeqlockReader | None = None
         self._lifeline: SupervisorLink | None = None
-        self._has_looked = False
+        self._has_looked = not maps
         self._is_forgotten = False
         self._repeated: Question[Any] | None = None
         if not os.path.exists(self._path):
