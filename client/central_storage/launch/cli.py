@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
-from central_storage.diagnostics.doctor import report
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
@@ -108,8 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.health:
             return _health(options)
         if options.doctor:
-            print(*report(), sep="\n")
-            return 0
+            return _doctor()
         configure_logging("supervisor")
         dump_stacks_on_signal()
         if options.join:
@@ -291,6 +289,14 @@ def _health(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor() -> int:
+    from . import checks  # it imports NumPy, which a supervisor does not need
+
+    found = list(checks.findings())
+    print(*(line for finding in found for line in checks.lines(finding)), checks.summary(found), sep="\n")
+    return int(any(finding.level == "bad" for finding in found))
+
+
 def _check(options: argparse.Namespace) -> None:
     modes = [name for name in ("serve", "join", "health", "doctor") if getattr(options, name) not in (None, False)]
     if len(modes) > 1 or (modes and (options.command or options.module is not None)):
@@ -424,7 +430,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--doctor",
         action="store_true",
-        help="run no script: say what is found on this machine, and what is slower here",
+        help="run no script: check this machine, as cs-ctl doctor --quick does; exit code 1 if something is bad",
     )
     parser.add_argument(
         "--keep-run-directory", action="store_true", help="keep the run directory and its log files when the run ends"
