@@ -36,6 +36,7 @@ COMMANDS = {
     "logs": "logs",
     "stack": "stack",
     "stop": "stop",
+    "doctor": "doctor",
     "completion": "completion",
 }
 
@@ -53,7 +54,7 @@ fields the guide "cs-ctl" lists.
 
 exit codes:
   0    good
-  1    the command found what it was asked to find: a service that is not well
+  1    the command found what it was asked to find: a service that is not well, a machine with something bad
   2    invalid options
   3    no such service
   4    the service does not answer in time, or not as this version expects

@@ -15,8 +15,10 @@ from tests.client.ctl.conftest import reading
 from tests.harness.processes import ROOT
 
 from central_storage.ctl import cli, extras, printing, screen
-from central_storage.ctl.commands import completion, logs, ls, status
+from central_storage.ctl.commands import completion, doctor, logs, ls, status
 from central_storage.ctl.reading import Event, Process, Reading, as_json
+from central_storage.ctl.trials import Trial
+from central_storage.launch.checks.finding import Finding
 from central_storage.launch.packages import python_path
 from central_storage.launch.run_directory import RunDirectory
 from cs_proto.errors import ConfigurationError
@@ -109,7 +111,8 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 def test_the_guide_lists_the_fields_of_the_json() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", GUIDE, re.MULTILINE)
-    assert listed == [*fields_of(Reading), *fields_of(Process)]
+    records = (Reading, Process, doctor.Report, Finding, Trial)
+    assert listed == [name for record in records for name in fields_of(record)]
     value = as_json(reading())
     assert list(value) == list(fields_of(Reading))
     assert list(value["processes"][0]) == list(fields_of(Process))
