@@ -1,7 +1,7 @@
 """The places of segments' bytes on a GPU, and the handles with which another process opens them.
 
 It holds variables, slots and (if a worker on the same GPU computes into them) gradient buffers of the dtypes of
-`rules.GPU_DTYPES`, by the names and offsets of their segments. It knows no updates.
+`memory_plan.GPU_DTYPES`, by the names and offsets of their segments. It knows no updates.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import chain, pairwise
 import numpy as np
 
 from cs_proto import segment_names
+from cs_proto.memory_plan import GPU_DTYPES
 from cs_proto.messages import DevicePlace
-from cs_server.rules import GPU_DTYPES
 
 from .cuda import Block, Gpu
 

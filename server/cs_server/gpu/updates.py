@@ -16,11 +16,12 @@ import numpy as np
 from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen, with_changes
+from cs_proto.memory_plan import GPU_DTYPES
 from cs_server.compute.clipping import UNBOUNDED, Clipping, factors_together, square_of
 from cs_server.compute.executor import Memory
 from cs_server.compute.sparse import Merged, merge, weighted
 from cs_server.events import Apply, Dense, Rows, Update
-from cs_server.rules import GPU_DTYPES, RULES, Rule, computed_in, scalars, trust_ratio
+from cs_server.rules import RULES, Rule, computed_in, scalars, trust_ratio
 
 from .blocks import Pieces, contiguous, cut, runs, split
 from .codegen import THREADS, loops, norms, norms_name, update, update_name, width_of

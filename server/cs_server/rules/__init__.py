@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from . import optax, papers, tensorflow, torch
 from .rule import (
-    GPU_DTYPES,
     MEAN_LANES,
     Array,
     Rule,
@@ -26,7 +25,6 @@ from .rule import (
 )
 
 __all__ = [
-    "GPU_DTYPES",
     "MEAN_LANES",
     "RULES",
     "Array",

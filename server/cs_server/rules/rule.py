@@ -28,9 +28,6 @@ Numbers: TypeAlias = tuple[float, ...]
 #: The partial sums of the mean of a row.
 MEAN_LANES = 16
 
-#: Dtypes of the variables that live on a GPU.
-GPU_DTYPES = ("float16", "float32", "float64")
-
 
 @frozen
 class Rule:

@@ -15,6 +15,7 @@ from tests.harness.updates import ELEMENTWISE, HYPERPARAMETERS
 
 from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import DeviceError, DeviceMemoryError
+from cs_proto.memory_plan import GPU_DTYPES
 from cs_proto.segment_names import JOURNAL
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute import kernels
@@ -26,7 +27,7 @@ from cs_server.gpu.dirty_ranges import Change
 from cs_server.gpu.memory import DeviceMemory, is_on_device
 from cs_server.gpu.redo_journal import RedoJournal
 from cs_server.gpu.store import GpuStore
-from cs_server.rules import GPU_DTYPES, RULES
+from cs_server.rules import RULES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
 

@@ -24,6 +24,7 @@ from cs_proto.arithmetic.optimizers import (
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.memory_plan import gradient_nbytes
 from cs_proto.messages import Optimizer, OptimizerChange
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
@@ -304,7 +305,7 @@ def _add_slots(
         _described(optimizer),
         nbytes,
         f"for the slots {', '.join(names)} of {len(missing)} variables",
-        touched_nbytes=sum(slabs.gradient_nbytes(variable.spec, variable.array.nbytes) for variable in idle),
+        touched_nbytes=sum(gradient_nbytes(variable.spec, variable.array.nbytes) for variable in idle),
         device_nbytes=sum(slabs.on_device(server, a.dtype, a.nbytes) for arrays in slots.values() for a in arrays),
     )
     initial = RULES[optimizer.rule].initial(dict(optimizer.hyperparameters))
@@ -323,7 +324,7 @@ def _add_slots(
     for variable in idle:
         slab = slabs.slab_of(variable.spec)
         before = server.tables.slabs[slab]
-        left = before.idle_nbytes - slabs.gradient_nbytes(variable.spec, variable.array.nbytes)
+        left = before.idle_nbytes - gradient_nbytes(variable.spec, variable.array.nbytes)
         server.tables.slabs[slab] = replace(before, idle_nbytes=left)
     for variable in missing:
         server.tables.slots[optimizer.number, variable.number] = SlotNames(names)

@@ -16,6 +16,8 @@ from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import SLOTS, slot_shape
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError, MemoryPlanError, replica_exception_class
+from cs_proto.memory_plan import gradient_nbytes, has_gradients, room_of
+from cs_proto.memory_plan import on_device as nbytes_on_device
 from cs_proto.messages import Variable, VariableSpec
 from cs_proto.records import replace
 from cs_proto.sizes import in_units
@@ -23,10 +25,6 @@ from cs_server.engine.store.address_budget import pages
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Hole, Slab
 from cs_server.events import Allocate, Discard, Load, Needed
-from cs_server.rules import GPU_DTYPES
-
-# Every variable begins at a multiple of this.
-_ALIGNMENT = 64
 
 
 def extended(server: State, what: str, name: str, slab: Slab, end: int) -> tuple[int, list[Allocate]]:
@@ -175,7 +173,7 @@ def allocate(server: State, what: str, needed: Sequence[Needed]) -> None:
 
 def on_device(server: State, dtype: str, nbytes: int) -> int:
     """How many of ``nbytes`` lie on a GPU."""
-    return nbytes if server.config.parameter_device.startswith("gpu") and dtype in GPU_DTYPES else 0
+    return nbytes_on_device(server.config.parameter_device, dtype, nbytes)
 
 
 def check_plan(
@@ -214,22 +212,7 @@ def slab_of(spec: VariableSpec) -> str:
 
 def new_slab(spec: VariableSpec) -> Slab:
     """The slab of such variables before the first one is made."""
-    return Slab(0, 0, 0, 0, gradient_sets=int(_has_gradients(spec)))
-
-
-def gradient_nbytes(spec: VariableSpec, nbytes: int) -> int:
-    """Bytes that each replica may need for the dense gradient of a variable of ``nbytes``."""
-    return nbytes if spec.trainable and _has_gradients(spec) else 0
-
-
-def _has_gradients(spec: VariableSpec) -> bool:
-    """Whether variables of this slab may have dense gradients."""
-    return np.dtype(spec.dtype).kind in "fc" and not spec.sparse
-
-
-def room_of(nbytes: int) -> int:
-    """What a variable takes of its slab."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Slab(0, 0, 0, 0, gradient_sets=int(has_gradients(spec)))
 
 
 def elements(array: Array) -> tuple[int, int]:

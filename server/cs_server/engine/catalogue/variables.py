@@ -13,6 +13,7 @@ import numpy as np
 from cs_proto import segment_names
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
+from cs_proto.memory_plan import gradient_nbytes, room_of
 from cs_proto.messages import ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.records import replace
 from cs_proto.sizes import in_units
@@ -65,7 +66,7 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
     slab_name = slabs.slab_of(spec)
     segment = segment_names.parameters(slab_name)
     nbytes = Array(spec.dtype, spec.shape, Location(segment, 0)).nbytes
-    may_be_idle = slabs.gradient_nbytes(spec, nbytes)
+    may_be_idle = gradient_nbytes(spec, nbytes)
     slabs.check_plan(
         server,
         f"variable {name!r}",
@@ -74,7 +75,7 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
         device_nbytes=slabs.on_device(server, spec.dtype, nbytes),
     )
     slab = server.tables.slabs.get(slab_name) or slabs.new_slab(spec)
-    room = slabs.room_of(nbytes)
+    room = room_of(nbytes)
     hole = slabs.hole_for(server, slab_name, room)
     end = slab.tail if hole is not None else slab.tail + room
     place = Location(segment, slab.tail if hole is None else hole)

@@ -14,6 +14,7 @@ from tests.harness.playbook import ADDRESSES, allocates
 
 from cs_proto.errors import DeviceMemoryError, MemoryPlanError
 from cs_proto.failures import error_of
+from cs_proto.memory_plan import room_of
 from cs_server.engine.catalogue import optimizers, slabs, variables
 from cs_server.engine.store.address_budget import PAGE_NBYTES, Addresses, divided
 from cs_server.events import Allocate, Discard, Load, LoadKernel
@@ -78,7 +79,7 @@ def test_sparse_variables_lie_apart_and_have_no_gradient_buffers(book: Book) -> 
     book.tables.tally.available_nbytes = 400 + 2 * 32  # what is promised to the gradients of w
     book.out.clear()
     table = book.make("table", (50, 2), sparse=True)
-    reservation, end = ADDRESSES.slab, slabs.room_of(400)
+    reservation, end = ADDRESSES.slab, room_of(400)
     assert book.out == [
         Allocate("parameters/sparse/float32", reservation, "", end, end),
         Allocate("parameters/sparse/float32", reservation, "", 0, 400, is_lazy=True),
@@ -96,7 +97,7 @@ def test_sparse_variables_lie_apart_and_have_no_gradient_buffers(book: Book) -> 
     optimizers.free(book.state, [table])
     assert book.out == [Discard("parameters/sparse/float32", 0, 400)]
     assert book.make("again", (50, 2), sparse=True)
-    assert book.tables.slabs["sparse/float32"].tail == slabs.room_of(400)
+    assert book.tables.slabs["sparse/float32"].tail == room_of(400)
 
 
 def test_slots_of_sparse_variables_are_lazy_however_they_are_made(book: Book) -> None:
