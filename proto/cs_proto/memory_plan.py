@@ -16,17 +16,11 @@ from cs_proto.messages import VariableSpec
 
 __all__ = [
     "GPU_DTYPES",
-    "HEAD_NBYTES",
-    "KEPT_NBYTES",
-    "LANES",
-    "LANE_NBYTES",
-    "LINE_NBYTES",
     "gradient_nbytes",
     "has_gradients",
     "on_device",
     "room_of",
     "slot_nbytes",
-    "used_nbytes",
     "value_nbytes",
 ]
 
@@ -35,17 +29,6 @@ GPU_DTYPES = ("float16", "float32", "float64")
 
 # Every variable begins at a multiple of this.
 _ALIGNMENT = 64
-
-#: Bytes that a lane of a commit can keep of one array of a piece; a piece has at most four arrays (a variable, three
-#: slots).
-KEPT_NBYTES = 256 * 1024
-_ARRAYS = 4
-#: The most threads that take part in one commit.
-LANES = 256
-#: What heads the segment with the old values of a commit, and what each lane has of it. The words of a lane have a
-#: cache line of their own.
-HEAD_NBYTES, LINE_NBYTES = 4096, 64
-LANE_NBYTES = LINE_NBYTES + _ARRAYS * KEPT_NBYTES
 
 
 def value_nbytes(spec: VariableSpec) -> int:
@@ -88,8 +71,3 @@ def slot_nbytes(rule: str, spec: VariableSpec) -> int:
 def on_device(parameter_device: str, dtype: str, nbytes: int) -> int:
     """How many of ``nbytes`` of this dtype lie on a GPU."""
     return nbytes if parameter_device.startswith("gpu") and dtype in GPU_DTYPES else 0
-
-
-def used_nbytes(lanes: int) -> int:
-    """Bytes, counted from the first, that commits with this many lanes may touch to keep old values."""
-    return HEAD_NBYTES + min(lanes, LANES) * LANE_NBYTES

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from central_storage.core import opening
 from central_storage.core.backends import Strategy
 from central_storage.core.composites import Composite
 from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
@@ -250,6 +251,7 @@ def save_next(
 def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tuple[dict[str, _Entry], dict[str, Any]]]:
     """All entries to save, as of one moment, and the index."""
     _refuse_in_replica("saved")
+    opening.before_save()
     found = _find(objects)
     with _held(found.strategies()):
         other_ways = {way: ways[0] for ways in found.variables.values() for way in ways[1:]}

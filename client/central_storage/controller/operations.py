@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, every
+from central_storage.core.backends import Carriage, every, is_zero
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
@@ -133,9 +133,11 @@ class ServiceLink:
         adopt: Adopt,
         is_held: Callable[[str, int], object],
         made_in_replicas: MadeInReplicas,
+        before_first_run: Callable[[], None],
     ) -> None:
-        """How handles become objects and back, which object somebody holds, and which variables of replicas somebody
-        needs; said once by the strategy over this link."""
+        """How handles become objects and back, which object somebody holds, which variables of replicas somebody
+        needs, and what the first run calls before it is sent; said once by the strategy over this link."""
+        self._runs.before_first = before_first_run
         self._session.resolve = resolve
         self._runs.adopt = adopt
         self._is_held = is_held
@@ -196,7 +198,7 @@ class ServiceLink:
             inline = self._inline(value)
             request = messages.Create(self._client, self._number(), spec, inline)
             record = self._ask(request, messages.Created).variable
-            if inline is None and not _is_zero(value):
+            if inline is None and not is_zero(value):
                 try:
                     self._assign(record.number, "assign", value)
                 except BaseException:  # nobody gets to know it
@@ -465,11 +467,6 @@ class ServiceLink:
 
 def _nothing_held(kind: str, number: int) -> object:
     return None
-
-
-def _is_zero(value: np.ndarray) -> bool:
-    """Whether every byte is; False, too, where that is not said at a glance."""
-    return value.flags.c_contiguous and not value.reshape(-1).view(np.uint8).any()
 
 
 def _nothing() -> None:

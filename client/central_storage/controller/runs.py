@@ -52,6 +52,8 @@ class Runs:
         self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
+        #: Called before the first run is sent, when all that it reads is in the server; said by the strategy, too.
+        self.before_first: Callable[[], None] | None = None
 
     def send(self, series: Series, function: Callable[..., Any], arguments: Arguments, changes: Changes = ()) -> None:
         """Send the next run of ``series``, with ``changes`` of hyperparameters. Raises where it cannot begin in every
@@ -65,6 +67,9 @@ class Runs:
         adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
         session.moment("pickled", core.run + 1)
         session.carry_out(core.prepare(sys.path, os.getcwd()))
         beginning = core.next_run(series, function_name(function), hashed, frozen)

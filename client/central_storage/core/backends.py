@@ -33,15 +33,22 @@ __all__ = [
     "ServiceBackend",
     "Strategy",
     "every",
+    "is_zero",
     "service_of",
 ]
 
 
+def _nothing_to_prepare(count: int) -> None:
+    pass
+
+
 class Carriage(NamedTuple):
-    """The treatment of arrays that are read ahead for the replicas, and whether a thread may apply it."""
+    """The treatment of arrays that are read ahead for the replicas, and whether a thread may apply it. ``expect`` is
+    told, before that, how many elements are to be read ahead."""
 
     copy: Callable[[np.ndarray], np.ndarray] = np.copy
     in_thread: bool = True
+    expect: Callable[[int], None] = _nothing_to_prepare
 
 
 class Group(NamedTuple):
@@ -319,9 +326,11 @@ class ServiceBackend(ControllerBackend, Protocol):
         adopt: Callable[[Any], tuple[str, int]],
         is_held: Callable[[str, int], object],
         made_in_replicas: MadeInReplicas,
+        before_first_run: Callable[[], None],
     ) -> None:
-        """How handles become objects, how handles and composites are named, which object somebody holds, and which
-        variables of replicas somebody needs. The strategy over this link says it once."""
+        """How handles become objects, how handles and composites are named, which object somebody holds, which
+        variables of replicas somebody needs, and what to call when the first run has brought everything that it reads.
+        The strategy over this link says it once."""
 
     def abandon(self) -> None:
         """Note that the strategy is no longer referenced. Called by the garbage collector in any thread, at any
@@ -336,6 +345,11 @@ def every(array: np.ndarray, most: int) -> np.ndarray:
     """
     values = array.reshape(-1)
     return np.array(values[:: max(1, -(-values.size // most))])
+
+
+def is_zero(value: np.ndarray) -> bool:
+    """Whether every byte is; False, too, where that is not said at a glance."""
+    return value.flags.c_contiguous and not value.reshape(-1).view(np.uint8).any()
 
 
 def service_of(strategy: Strategy, what: str) -> ControllerBackend:

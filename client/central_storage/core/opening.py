@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .devices.device_names import Devices
     from .recovery_options import Recovery
 
-__all__ = ["Opener", "default_replica", "open_service"]
+__all__ = ["Opener", "before_save", "default_replica", "open_service"]
 
 
 class Opener(Protocol):
@@ -38,3 +38,11 @@ class Opener(Protocol):
 open_service: Opener
 #: Makes the ReplicaContext of code outside every context; its strategy is the default strategy. Set there, too.
 default_replica: Callable[[], Any]
+
+
+def _nothing() -> None:
+    pass
+
+
+#: Called before a checkpoint is saved. A script that is only estimated ends there, because it has no values.
+before_save: Callable[[], object] = _nothing

@@ -21,10 +21,21 @@ from cs_proto.version import __version__
 
 from .printing import shown
 
-__all__ = ["COMMANDS", "FOUND", "GOOD", "INVALID", "NO_ANSWER", "NO_SERVICE", "main", "parser_of", "top"]
+__all__ = [
+    "COMMANDS",
+    "FOUND",
+    "GOOD",
+    "INVALID",
+    "NO_ANSWER",
+    "NO_SERVICE",
+    "SCRIPT_FAILED",
+    "main",
+    "parser_of",
+    "top",
+]
 
 #: The exit codes.
-GOOD, FOUND, INVALID, NO_SERVICE, NO_ANSWER = range(5)
+GOOD, FOUND, INVALID, NO_SERVICE, NO_ANSWER, SCRIPT_FAILED = range(6)
 _CTRL_C = 130
 
 #: Name -> module in ``commands``, in the order in which the help lists them.
@@ -37,6 +48,7 @@ COMMANDS = {
     "stack": "stack",
     "stop": "stop",
     "doctor": "doctor",
+    "estimate": "estimate",
     "completion": "completion",
 }
 
@@ -54,10 +66,12 @@ fields the guide "cs-ctl" lists.
 
 exit codes:
   0    good
-  1    the command found what it was asked to find: a service that is not well, a machine with something bad
+  1    the command found what it was asked to find: a service that is not well, a machine with something bad, a plan
+       that does not fit
   2    invalid options
   3    no such service
   4    the service does not answer in time, or not as this version expects
+  5    the script of estimate failed before its first step
   130  Ctrl-C
 """
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from cs_proto.sizes import rounded
+
 from .extras import has
 
 __all__ = ["age", "clock", "is_terminal", "json_line", "line", "number", "plain", "shown", "size", "table"]
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def is_terminal() -> bool:
@@ -77,12 +77,7 @@ def size(nbytes: int | None) -> str:
         >>> size(1_500_000_000), size(999), size(12_345), size(None)
         ('1.5 GB', '999 B', '12 kB', '-')
     """
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit and value < 9.95 else f"{value:.0f} {_UNITS[unit]}"
+    return "-" if nbytes is None else rounded(nbytes)
 
 
 def number(value: float | None) -> str:

@@ -529,6 +529,8 @@ class DistributedIterator(Closed):
                 self._ahead = 0  # a copy takes less time than to wake a thread
                 if self._carry is not None:
                     self._carry.copy = np.copy
+            elif self._ahead:
+                self._carrier().expect(self._ahead)
         return found
 
     def _resume(self) -> None:

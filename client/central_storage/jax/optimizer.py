@@ -167,6 +167,7 @@ class Rule:
         for decays in groups.keys() - known.keys():
             known[decays] = self._make(decays)
             known[decays].adopt(leaves.strategy)
+            known[decays].members = tuple(leaves.trained[place].number for place in groups[decays])
         return [(known[decays], places) for decays, places in groups.items()], self._max_norm
 
     def _of(self, leaves: Leaves) -> dict[bool, optimizers.Optimizer]:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from central_storage.diagnostics.gpu_inventory import Gpu
 
-__all__ = ["busy", "from_files", "from_nvidia_smi"]
+__all__ = ["busy", "free_nbytes", "from_files", "from_nvidia_smi"]
 
 _QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
+_FREE = ("nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
 # A driver that is just starting takes seconds to answer; nobody waits longer than this for a warning.
 _PATIENCE = 5.0
 
@@ -59,6 +60,16 @@ def from_nvidia_smi() -> dict[str, dict[int, str]] | None:
         if pid.strip().isdecimal():
             users.setdefault(uuid.strip(), {})[int(pid)] = memory.strip()
     return users
+
+
+def free_nbytes() -> dict[str, int]:
+    """The free memory of each GPU in bytes, by UUID; empty if nvidia-smi does not say it."""
+    try:
+        done = subprocess.run(_FREE, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    pairs = [line.partition(",") for line in done.stdout.splitlines()] if not done.returncode else []
+    return {uuid.strip(): int(free) << 20 for uuid, _, free in pairs if free.strip().isdecimal()}
 
 
 def from_files(minors: Mapping[str, str], processes: Path = Path("/proc")) -> dict[str, dict[int, str]]:

@@ -112,6 +112,8 @@ class Optimizer(Counted):
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
+        #: The numbers of the variables that it updates, if they are known before the first update.
+        self.members: tuple[int, ...] = ()
         #: The slots of a checkpoint that was restored before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
         self._kept_steps = {}
@@ -144,6 +146,7 @@ class Optimizer(Counted):
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
+        self.members = ()
         self._kept = {}
         self._kept_steps = {}
         self._exempt = record.exempt
@@ -230,6 +233,11 @@ class Optimizer(Counted):
     def strategy(self) -> Strategy | None:
         """The strategy it belongs to, if any yet."""
         return self._strategy
+
+    @property
+    def rule(self) -> str:
+        """The name of the rule in the table of ``cs_proto.arithmetic.optimizers``."""
+        return self._rule
 
     @property
     def slot_names(self) -> list[str]:

@@ -17,6 +17,8 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
 from central_storage.diagnostics.logging_setup import announce, configure_logging, dump_stacks_on_signal
+from central_storage.planning.ending import ENVIRONMENT as ESTIMATE
+from central_storage.planning.ending import ending_in
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.messages import DeviceChoice
 from cs_runtime import trace
@@ -27,6 +29,7 @@ from cs_runtime.waits import name_waits_after
 
 if TYPE_CHECKING:
     from central_storage.controller.operations import ServiceLink
+    from central_storage.core.backends import ServiceBackend
     from central_storage.launch import service, threads
 
 __all__ = ["open_service"]
@@ -48,7 +51,7 @@ def open_service(
     start_timeout: float,
     in_process: bool,
     recovery: Recovery,
-) -> ServiceLink:
+) -> ServiceBackend:
     """A link to the service this script should use, up and ready; one ``in_process`` is always the script's own.
 
     The service of ``cs-launch`` gets the devices that the script names, unless its command line names others, which is
@@ -62,6 +65,11 @@ def open_service(
     trace.is_on()
     dump_stacks_on_signal()
     _note_uncaught()
+    if path := os.environ.get(ESTIMATE):
+        chosen = _chosen(compute_devices, parameter_device)
+        from central_storage.planning.link import PlanningLink  # late: only an estimate needs it
+
+        return PlanningLink(*chosen, seed, ending_in(path), in_process=in_process)
     address = os.environ.get("CS_ADDRESS")
     if address and address not in _attached and not in_process:
         link = _attached[address] = _attach(address, compute_devices, parameter_device, seed, start_timeout)
@@ -98,6 +106,11 @@ def _is_launched() -> bool:
     return os.environ.get("CS_ROLE") == "script"
 
 
+def _options_first() -> bool:
+    """Whether the devices that the environment names are options of a command line."""
+    return _is_launched() or ESTIMATE in os.environ
+
+
 def _chosen(compute_devices: device_names.Devices | None, parameter_device: str | None) -> tuple[list[str], str]:
     """The devices of the replicas and of the variables, in short form. The options of ``cs-launch`` come first, then
     what the script names, then ``CS_DEVICES`` and ``CS_PARAMETER_DEVICE``. Raises DeviceError where they cannot be
@@ -105,13 +118,14 @@ def _chosen(compute_devices: device_names.Devices | None, parameter_device: str 
     from central_storage.launch.affinity import core_count  # only a script that chooses needs the launcher's code
 
     for_all, for_parameters = os.environ.get("CS_DEVICES"), os.environ.get("CS_PARAMETER_DEVICE")
-    if for_all and (compute_devices is None or _is_launched()):
+    if for_all and (compute_devices is None or _options_first()):
         compute_devices = for_all
-    if for_parameters and (parameter_device is None or _is_launched()):
+    if for_parameters and (parameter_device is None or _options_first()):
         parameter_device = for_parameters
     chosen = device_names.compute_devices(compute_devices, core_count())
     owner = device_names.parameter_device(parameter_device, chosen)
-    require_cupy([*chosen, owner])
+    if ESTIMATE not in os.environ:
+        require_cupy([*chosen, owner])
     return chosen, owner
 
 

@@ -25,6 +25,7 @@ from central_storage.core.tensors.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
 from central_storage.diagnostics.read_only import explain
 from central_storage.optimizers import GradientAccumulator, Optimizer, optimizer_of
+from central_storage.planning.announcement import announce_plan
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto import messages
@@ -134,7 +135,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
         try:
             self._init(backend, backend.compute_devices, backend.parameter_device)
             backend.resolve_handles(
-                weakly(self.object_for), weakly(self.adopt), self._handles.get, self._made_in_replicas
+                weakly(self.object_for),
+                weakly(self.adopt),
+                self._handles.get,
+                self._made_in_replicas,
+                weakly(self._say_plan),
             )
             finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
             self._has_run = False
@@ -209,6 +214,12 @@ class CentralStorageStrategy(StrategyBase, Handle):
         if not self._has_run:
             self._has_run = True
             running.name_earlier(self)
+
+    def _say_plan(self) -> None:
+        """Print what the variables, their slots and their gradients will take."""
+        variables = [each for each in self._handles.of_kind("variable") if isinstance(each, Variable)]
+        optimizers = [found for each in self._optimizers if (found := each()) is not None]
+        announce_plan(variables, optimizers, self._compute_devices, self._parameter_device)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""

@@ -152,6 +152,11 @@ class Arena:
         assert self._mapping is not None
         return self._mapping.view(array)
 
+    @property
+    def touched_nbytes(self) -> int:
+        """Bytes of the pages that take memory."""
+        return sum(stop - start for start, stop in self._touched)
+
     def mark(self) -> int:
         """The current position. :meth:`release` frees what is placed after it."""
         return self._used
@@ -171,7 +176,7 @@ class Arena:
         keep = max(_KEEP_NBYTES // parts, self._used)
         is_same = parts == self._parts
         self._part, self._parts, self._used, self._held = part, parts, 0, held
-        if self._mapping is None or sum(stop - start for start, stop in self._touched) <= keep:
+        if self._mapping is None or self.touched_nbytes <= keep:
             return
         first, last = (self._start, self._start + self._part_nbytes) if is_same else (0, self._mapping.nbytes)
         gone = []

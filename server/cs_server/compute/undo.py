@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.memory_plan import HEAD_NBYTES, KEPT_NBYTES, LANE_NBYTES, LANES, LINE_NBYTES, used_nbytes
 from cs_runtime.failpoints import failpoint
 from cs_server.rules import Array
 
@@ -29,13 +28,24 @@ from .programs import Instruction, Op
 
 __all__ = ["KEPT_NBYTES", "LANES", "NUMBERS", "UNDO_NBYTES", "Lane", "Place", "Stores", "Undo", "used_nbytes"]
 
+#: Bytes that a lane can keep of one array of a piece; a piece has at most four arrays (a variable, three slots).
+KEPT_NBYTES = 256 * 1024
+_ARRAYS = 4
+
+#: The most threads that take part in one commit.
+LANES = 256
+
+_HEAD_NBYTES = 4096
 _NUMBERS_AT = 64
 
 #: How many numbers a commit can note for its next phases.
-NUMBERS = (HEAD_NBYTES - _NUMBERS_AT) // 8
+NUMBERS = (_HEAD_NBYTES - _NUMBERS_AT) // 8
+
+_LINE_NBYTES = 64  # the words of a lane have a cache line of their own
+_LANE_NBYTES = _LINE_NBYTES + _ARRAYS * KEPT_NBYTES
 
 #: Bytes of the whole area; only the used part is ever touched.
-UNDO_NBYTES = used_nbytes(LANES)
+UNDO_NBYTES = _HEAD_NBYTES + LANES * _LANE_NBYTES
 
 # The head: the current commit and phase as one number, the number of its lanes, and the last finished commit.
 _TAG, _COUNT, _DONE = 0, 1, 2
@@ -49,15 +59,20 @@ Place: TypeAlias = tuple[Array, Any]
 """An array and an index: what is overwritten is ``array[index]``. All places of a piece have one dtype."""
 
 
+def used_nbytes(lanes: int) -> int:
+    """Bytes, counted from the first, that commits with this many lanes may touch."""
+    return _HEAD_NBYTES + min(lanes, LANES) * _LANE_NBYTES
+
+
 class Lane:
     """One thread's part in a phase. Without memory it keeps nothing and does all pieces."""
 
     def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
         if memory is None:
             memory = np.empty(0, np.uint8)
-        self._line = memory[:LINE_NBYTES].view(np.int64)
+        self._line = memory[:_LINE_NBYTES].view(np.int64)
         self._words = self._line.data  # a memoryview is faster than an array for a single number
-        self._area = memory[LINE_NBYTES:]
+        self._area = memory[_LINE_NBYTES:]
         self._tag = 0
 
     @property
@@ -149,7 +164,7 @@ class Undo:
     def __init__(self, memory: NDArray[np.uint8] | None, lanes: int) -> None:
         """``memory`` has ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
         self._memory = memory
-        head = np.zeros(HEAD_NBYTES, np.uint8) if memory is None else memory[:HEAD_NBYTES]
+        head = np.zeros(_HEAD_NBYTES, np.uint8) if memory is None else memory[:_HEAD_NBYTES]
         #: The words of the head.
         self.head: NDArray[np.int64] = head[:24].view(np.int64)
         self._head = self.head.data
@@ -209,8 +224,8 @@ class Undo:
     def lane_outside(self, which: int) -> Lane:
         """A lane, whose words stay as they are."""
         if which not in self._lanes:
-            first = HEAD_NBYTES + which * LANE_NBYTES
-            memory = None if self._memory is None else self._memory[first : first + LANE_NBYTES]
+            first = _HEAD_NBYTES + which * _LANE_NBYTES
+            memory = None if self._memory is None else self._memory[first : first + _LANE_NBYTES]
             self._lanes[which] = Lane(memory)
         return self._lanes[which]
 

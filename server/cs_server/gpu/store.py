@@ -1,6 +1,6 @@
 """Variables on a GPU: how a commit changes them, and their mirror in host memory.
 
-Owns variables and slots of the dtypes of `memory_plan.GPU_DTYPES`. Integer and complex variables stay in host memory, and
+Owns variables and slots of the dtypes of `GPU_DTYPES`. Integer and complex variables stay in host memory, and
 `compute.executor` does their part of a commit. The segments mirror the memory of the GPU (`memory`): after each commit
 both hold the same values. So workers, clients and checkpoints read the segments as usual, and the next server starts
 from them. The mirror changes only after the `redo_journal` holds the whole commit. Without a journal, no server can

@@ -211,6 +211,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self._name(index)}: {error}") from error
         central.adopt(strategy)
+        central.members = tuple(parameter.variable.number for parameter in group["params"])
         self.central.append(central)
         self._known.append(list(group["params"]))
         self._made.append({**defaults_of(self.kind), **numbers})
