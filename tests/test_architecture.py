@@ -70,6 +70,7 @@ BROKEN = {
     "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.torch"),
     "jax-layers": ("client/central_storage/jax/schedules.py", "import central_storage.jax.step"),
     "torch-layers": ("client/central_storage/torch/parameters.py", "import central_storage.torch.step"),
+    "planning-layers": ("client/central_storage/planning/plan.py", "import central_storage.planning.link"),
     "ctl-layers": ("client/central_storage/ctl/services.py", "import central_storage.ctl.commands.ls"),
     "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
 }
@@ -95,6 +96,7 @@ EXHAUSTIVE = {
     "central_storage.ctl",
     "central_storage.jax",
     "central_storage.launch",
+    "central_storage.planning",
     "central_storage.timeline",
     "central_storage.torch",
 }

@@ -60,12 +60,12 @@ def gradient_nbytes(spec: VariableSpec, nbytes: int) -> int:
 
 
 def slot_nbytes(rule: str, spec: VariableSpec) -> int:
-    """Bytes of all slots that an optimizer of this rule keeps beside the variable.
+    """Bytes that all slots of an optimizer of this rule take beside the variable, each in a segment of its own.
 
     >>> slot_nbytes("adam", VariableSpec("w", "float32", (3, 5), True, 0, 0))
-    120
+    128
     """
-    return len(SLOTS[rule]) * item_nbytes(spec.dtype) * math.prod(slot_shape(rule, spec.shape))
+    return len(SLOTS[rule]) * room_of(item_nbytes(spec.dtype) * math.prod(slot_shape(rule, spec.shape)))
 
 
 def on_device(parameter_device: str, dtype: str, nbytes: int) -> int:

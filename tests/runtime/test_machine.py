@@ -109,3 +109,14 @@ def test_files_that_do_not_read_as_numbers_set_no_limit(tmp_path: Path) -> None:
     second(tmp_path / "cgroup", "a lot", 1)
     where = proc(tmp_path, "0::/\n", [f"30 22 0:26 / {tmp_path}/cgroup rw - cgroup2 cgroup2 rw"])
     assert machine.available_nbytes(where) == MACHINE
+
+
+def test_the_smallest_limit_of_all_groups(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    second(mount / "outer", 1000, 100)
+    second(mount / "outer/inner", "max", 100)
+    where = proc(tmp_path, "0::/outer/inner\n", [f"30 20 0:26 / {mount} rw - cgroup2 cgroup2 rw"])
+    assert machine.group_nbytes(where) == 1000
+    second(mount / "outer/inner", 400, 100)
+    assert machine.group_nbytes(where) == 400
+    assert machine.group_nbytes(tmp_path / "nothing") is None

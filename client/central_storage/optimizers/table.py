@@ -80,6 +80,12 @@ def of_kind(kind: str, name: str | None = None, *, learning_rate: LearningRate, 
     return _OfKind(kind, name, given.pop("learning_rate"), shared, given)
 
 
+def default_of(kind: str) -> Optimizer:
+    """An optimizer of a kind that exists, with its default arguments."""
+    cls: Any = _KINDS.get(kind)
+    return of_kind(kind, learning_rate=0.01) if cls is None else cls(learning_rate=0.01)
+
+
 def optimizer_of(strategy: Strategy, record: OptimizerRecord) -> Optimizer:
     """The handle of an optimizer that the server already has. The package and the workers call it; users need not.
 

@@ -63,9 +63,10 @@ def line(
         4.0 MB of these 5.0 MB are still to come, 1.0 GB available
     """
     plan = planned(specs, optimizers, devices, parameter_device)
-    coming = plan.nbytes - plan.parameters
+    coming = plan.slots + plan.replicas * plan.gradients
+    every = plan.parameters + coming
     said = (
-        f"[central-storage] planned memory: {plan.described()}; {rounded(coming)} of these {rounded(plan.nbytes)} are "
+        f"[central-storage] planned memory: {plan.described()}; {rounded(coming)} of these {rounded(every)} are "
         f"still to come, {rounded(available)} available"
     )
     return f"{said}: they do not fit" if coming > available else said

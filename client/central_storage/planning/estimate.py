@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from central_storage.launch.packages import python_path
+from central_storage.optimizers.table import default_of
 from cs_proto.arithmetic.optimizers import OPTIMIZERS
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
@@ -25,7 +26,7 @@ from cs_proto.messages import VariableSpec
 from .ending import ENVIRONMENT
 from .plan import Optimizer, Plan, planned
 
-__all__ = ["Estimate", "Outcome", "estimates", "rules_of", "tried"]
+__all__ = ["Estimate", "Outcome", "estimates", "rule_of_class", "tried"]
 
 # Seconds that the script may take to end after its first step, and after SIGTERM.
 _GRACE = 10.0
@@ -56,16 +57,16 @@ class Outcome:
     lines: tuple[Mapping[str, Any], ...]
 
 
-def rules_of(kind: str) -> str:
+def rule_of_class(kind: str) -> str:
     """The rule of an optimizer of this class with default arguments. Raises ConfigurationError for an unknown class."""
-    known = {name.lower(): name for name in OPTIMIZERS}
-    name = known.get(kind.lower())
+    known = {name.lower().replace("_", ""): name for name in OPTIMIZERS}
+    name = known.get(kind.lower().replace("_", ""))
     if name is None:
         plain = ", ".join(name for name in OPTIMIZERS if "." not in name)
         raise ConfigurationError(
             f"--optimizer {kind}: there is no such optimizer; there are {plain}, and torch.Adam, optax.adam and so on"
         )
-    return OPTIMIZERS[name].rule(OPTIMIZERS[name].defaults)
+    return default_of(name).rule
 
 
 def estimates(outcome: Outcome, rule: str | None) -> list[Estimate]:

@@ -226,6 +226,7 @@ class PlanningLink:
 
     def variables(self) -> tuple[messages.Variable, ...]:
         """All records, in the order in which the variables were made."""
+        self._require_service()
         return tuple(self._variables.values())
 
     # --- optimizers -----------------------------------------------------------------------------------------------

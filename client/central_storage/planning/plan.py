@@ -107,9 +107,11 @@ def planned(
         >>> specs = {1: VariableSpec("w", "float32", (1000,), True, 0, 0)}
         >>> plan = planned(specs, [Optimizer("adam")], ["cpu:0", "cpu:1"], "cpu:0")
         >>> plan.by_kind
-        {'parameters': 4032, 'slots': 8000, 'gradients': 8064, 'arenas': 0, 'other': 156160}
+        {'parameters': 4032, 'slots': 8064, 'gradients': 8064, 'arenas': 0, 'other': 156160}
     """
-    parameters = slots = gradients = sparse = on_gpu = 0
+    parameters = slots = gradients = sparse = journal = on_gpu = 0
+    # Replicas on the GPU of the variables have their gradients there, too.
+    beside = sum(parameter_device in device.split("+") for device in devices)
     is_upper_bound = False
     for number, spec in variables.items():
         # Slots and gradients lie at the offsets of the variables, so they have the same gaps.
@@ -119,11 +121,13 @@ def planned(
         is_upper_bound |= most != least
         parameters += room
         slots += most
-        gradients += memory_plan.room_of(memory_plan.gradient_nbytes(spec, nbytes))
+        gradient = memory_plan.room_of(memory_plan.gradient_nbytes(spec, nbytes))
+        gradients += gradient
         sparse += room + most if spec.sparse else 0
-        on_gpu += memory_plan.on_device(parameter_device, spec.dtype, room + most)
+        journal += memory_plan.on_device(parameter_device, spec.dtype, room + most)
+        on_gpu += memory_plan.on_device(parameter_device, spec.dtype, room + most + beside * gradient)
     # The changes of variables on a GPU go through a journal that has room for all of them.
-    other = _SERVICE_NBYTES + len(devices) * _REPLICA_NBYTES + len(variables) * _VARIABLE_NBYTES + on_gpu
+    other = _SERVICE_NBYTES + len(devices) * _REPLICA_NBYTES + len(variables) * _VARIABLE_NBYTES + journal
     return Plan(
         tuple(devices),
         parameter_device,
@@ -145,11 +149,7 @@ def _slots_of(number: int, spec: VariableSpec, optimizers: Collection[Optimizer]
         return 0, 0
     named = [each for each in optimizers if each.members is not None and number in each.members]
     if named:
-        total = sum(_room_of_slots(each.rule, spec) for each in named)
+        total = sum(memory_plan.slot_nbytes(each.rule, spec) for each in named)
         return total, total
-    possible = [_room_of_slots(each.rule, spec) for each in optimizers if each.members is None]
+    possible = [memory_plan.slot_nbytes(each.rule, spec) for each in optimizers if each.members is None]
     return max(possible, default=0), min(possible, default=0)
-
-
-def _room_of_slots(rule: str, spec: VariableSpec) -> int:
-    return memory_plan.room_of(memory_plan.slot_nbytes(rule, spec))

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize, ref
@@ -139,7 +140,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
                 weakly(self.adopt),
                 self._handles.get,
                 self._made_in_replicas,
-                weakly(self._say_plan),
+                partial(_say_plan, self._handles, backend.compute_devices, backend.parameter_device),
             )
             finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
             self._has_run = False
@@ -214,12 +215,6 @@ class CentralStorageStrategy(StrategyBase, Handle):
         if not self._has_run:
             self._has_run = True
             running.name_earlier(self)
-
-    def _say_plan(self) -> None:
-        """Print what the variables, their slots and their gradients will take."""
-        variables = [each for each in self._handles.of_kind("variable") if isinstance(each, Variable)]
-        optimizers = [found for each in self._optimizers if (found := each()) is not None]
-        announce_plan(variables, optimizers, self._compute_devices, self._parameter_device)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
@@ -520,6 +515,13 @@ def running_strategies() -> tuple[CentralStorageStrategy, ...]:
         True
     """
     return tuple(running.running())
+
+
+def _say_plan(handles: HandleTable, devices: Sequence[str], parameter_device: str) -> None:
+    """Print what the variables, their slots and their gradients will take."""
+    variables = [each for each in handles.of_kind("variable") if isinstance(each, Variable)]
+    optimizers = [each for each in handles.of_kind("optimizer") if isinstance(each, Optimizer)]
+    announce_plan(variables, optimizers, devices, parameter_device)
 
 
 class DefaultStrategy(StrategyBase):

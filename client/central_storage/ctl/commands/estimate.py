@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from central_storage.planning import estimate  # it imports NumPy, of which nothing else here has need
 
     arguments = _arguments(options)
-    rule = None if options.optimizer is None else estimate.rules_of(options.optimizer)
+    rule = None if options.optimizer is None else estimate.rule_of_class(options.optimizer)
     _check_devices(options.devices, options.parameter_device)
     print(
         f"[cs-ctl] {' '.join(arguments)} runs up to its first step, with all that it does before; its output follows",
