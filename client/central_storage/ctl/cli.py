@@ -53,7 +53,7 @@ COMMANDS = {
 }
 
 _DESCRIPTION = """\
-Look at the services of your trainings, explain what they do, and end them. A service is found by itself, whether
+Look at the services of your trainings, explain what they do, and end them; estimate the memory of one. A service is found by itself, whether
 cs-launch, a script or a notebook has started it. Nothing here changes a training, except stop.
 """
 

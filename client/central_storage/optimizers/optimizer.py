@@ -93,6 +93,9 @@ class Optimizer(Counted):
         [-2. -4.] 1
     """
 
+    #: The numbers of the variables that it updates, if they are known before the first update.
+    members: tuple[int, ...] = ()
+
     def __init__(
         self,
         name: str | None,
@@ -112,8 +115,6 @@ class Optimizer(Counted):
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
-        #: The numbers of the variables that it updates, if they are known before the first update.
-        self.members: tuple[int, ...] = ()
         #: The slots of a checkpoint that was restored before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
         self._kept_steps = {}
@@ -146,7 +147,6 @@ class Optimizer(Counted):
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
-        self.members = ()
         self._kept = {}
         self._kept_steps = {}
         self._exempt = record.exempt

@@ -60,10 +60,11 @@ def test_what_is_not_trained_or_sparse_has_no_gradients() -> None:
 
 
 def test_on_a_gpu_there_is_a_copy_there_and_room_for_a_journal() -> None:
-    host, there = (
-        plan(Optimizer("adam"), device=each, v1=spec(), v2=spec(dtype="int64")) for each in ("cpu:0", "gpu:0")
-    )
+    of = {"v1": spec(), "v2": spec(dtype="int64")}
+    host, there = (plan(Optimizer("adam"), device=each, **of) for each in ("cpu:0", "gpu:0"))
     assert (host.on_gpu, there.on_gpu) == (0, 12 << 20)
+    with_replica = planned({1: spec()}, [Optimizer("adam")], ["gpu:0", "gpu:1"], "gpu:0")
+    assert with_replica.on_gpu == 16 << 20  # and the gradients of the replica there
     assert there.other - host.other == 12 << 20
 
 
