@@ -53,8 +53,9 @@ COMMANDS = {
 }
 
 _DESCRIPTION = """\
-Look at the services of your trainings, explain what they do, and end them; estimate the memory of one. A service is found by itself, whether
-cs-launch, a script or a notebook has started it. Nothing here changes a training, except stop.
+Look at the services of your trainings, explain what they do, and end them. A service is found by itself, whether
+cs-launch, a script or a notebook has started it. Nothing here changes a training, except stop. Before a training,
+estimate says what it will take of the memory.
 """
 
 _EPILOG = """\
