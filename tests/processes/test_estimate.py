@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.processes import Ended, run, start
+from tests.harness.processes import ROOT, Ended, run, start
 
 from central_storage.ctl import services
 from central_storage.planning import estimate
@@ -197,6 +197,13 @@ strategy.run(lambda: adagrad.apply_gradients([(cs.IndexedSlices(np.ones((1, 256)
     assert found["strategies"][0]["sparse_nbytes"] == 10_280_000_000_000
     assert "the largest part is parameters" in found["misfits"][0]
     assert found["available_nbytes"] <= found["machine_nbytes"] < found["nbytes"]
+
+
+def test_the_guide_names_the_fields_of_the_json(tmp_path: Path) -> None:
+    found = estimated(of(tmp_path, MODEL + "strategy.run(step)\n"))
+    said = (ROOT / "docs/guide/cs-ctl.md").read_text().partition("`cs-ctl estimate --json` prints")[2]
+    fields = [*found, *found["strategies"][0], *found["strategies"][0]["by_kind"]]
+    assert [name for name in fields if f"`{name}`" not in said] == []
 
 
 def test_a_script_that_never_steps(tmp_path: Path) -> None:
