@@ -72,6 +72,10 @@ BROKEN = {
     "torch-layers": ("client/central_storage/torch/parameters.py", "import central_storage.torch.step"),
     "planning-layers": ("client/central_storage/planning/plan.py", "import central_storage.planning.link"),
     "ctl-layers": ("client/central_storage/ctl/services.py", "import central_storage.ctl.commands.ls"),
+    "exporter-layers": (
+        "client/central_storage/exporter/endpoint.py",
+        "import central_storage.exporter.__main__",
+    ),
     "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
 }
 #: Every module of these has a layer.
@@ -312,6 +316,7 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
             },
         ),
         ("optax", {"central_storage.jax.optimizer", "central_storage.jax.state"}),
+        ("prometheus_client", {"central_storage.exporter.families"}),
         ("tensorboardX", {"central_storage.summary"}),
         ("tqdm", {"central_storage.diagnostics.bars"}),
     ],

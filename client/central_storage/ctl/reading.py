@@ -22,7 +22,7 @@ from .services import Entry
 if TYPE_CHECKING:
     from central_storage.observer.blocking import Observer
 
-__all__ = ["Event", "Looker", "Process", "Reading", "State", "as_json", "read"]
+__all__ = ["Event", "Looker", "Process", "Reading", "State", "as_json", "awaited", "read"]
 
 #: ``starting``, ``running``, ``waiting`` (for whom stands in ``waiting``), ``recovering``, ``stopping``, ``failed``,
 #: ``silent`` (the supervisor does not answer), ``over``.
@@ -33,6 +33,7 @@ _WAIT_SECONDS = 1.0
 # Two looks closer together than this give no rate.
 _LEAST_SECONDS = 0.05
 _WAIT = re.compile(r"run [\d.]+: waiting ([\d.]+) s for (.*)", re.DOTALL)
+_AWAITED = re.compile(r"^(the |a )?(?P<process>server|supervisor|script|w\d+)\b|\breplica (?P<replica>\d+) \(")
 _REPLICA = r"replica {} ((?:waits at|returned after|is lost)[^;]*)"
 
 
@@ -111,6 +112,9 @@ class Reading:
     restarts: int | None
     max_restarts: int | None
     log_directory: str | None
+    #: What Prometheus scrapes, and the file with the token that it must show.
+    metrics: str | None
+    metrics_token_file: str | None
     processes: tuple[Process, ...]
     events: tuple[Event, ...]
 
@@ -127,6 +131,17 @@ def as_json(reading: Reading) -> dict[str, Any]:
     found["processes"] = [{name: getattr(each, name) for name in fields_of(Process)} for each in reading.processes]
     found["events"] = [{"time": event.time, "text": event.text} for event in reading.events]
     return found
+
+
+def awaited(wait: str) -> list[str]:
+    """The labels of the processes that one of the waits of a reading is for; an empty list if it is for something else.
+
+    Examples:
+        >>> awaited("replica 0 (pid 4) and replica 1 (pid 5); replica 2 returned"), awaited("the server to answer")
+        (['w0', 'w1'], ['server'])
+    """
+    found = _AWAITED.finditer(wait.partition(";")[0])
+    return [each["process"] or f"w{each['replica']}" for each in found]
 
 
 def read(entry: Entry, timeout: float) -> Reading:
@@ -247,6 +262,8 @@ class Looker:
             restarts=report.restarts if report is not None else None,
             max_restarts=report.max_restarts if report is not None else None,
             log_directory=(file.log_directory or None) if file else None,
+            metrics=(file.metrics or None) if file else None,
+            metrics_token_file=(file.metrics_token_file or None) if file else None,
             processes=shown,
             events=tuple(Event(*event) for event in report.events) if report is not None else (),
         )

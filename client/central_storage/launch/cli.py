@@ -6,14 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
+from central_storage.diagnostics.extras import require
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
@@ -24,6 +25,7 @@ from cs_runtime.run_file import RunFile
 from cs_runtime.trace import is_on
 
 from .affinity import Machine, core_count, machine
+from .exporter import Endpoint
 from .foreground import START_FAILED, Plan, run
 from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
@@ -42,6 +44,7 @@ _USAGE_ERROR = 2
 _CTRL_C = 130
 # Seconds. A container's health check has a longer limit, so this one ends with a message first.
 _HEALTH_TIMEOUT = 3.0
+_LOOPBACK = "127.0.0.1"
 
 _DESCRIPTION = """\
 Run a training script together with its service: one server, which holds every variable, and one worker for each
@@ -112,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dump_stacks_on_signal()
         if options.join:
             return _join(options)
-        return _launch(options) if options.serve is None else _serve(options)
+        with ExitStack() as undo:
+            return _launch(options, undo) if options.serve is None else _serve(options, undo)
     except (ConfigurationError, DeviceError) as error:
         return _failed("usage", error, _USAGE_ERROR, error_path)
     except LaunchError as error:
@@ -128,7 +132,7 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
     return code
 
 
-def _launch(options: argparse.Namespace) -> int:
+def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
     arguments = _script_arguments(options)
     here = machine()
     compute = device_names.compute_devices(options.devices, core_count())
@@ -137,6 +141,7 @@ def _launch(options: argparse.Namespace) -> int:
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
         medium = _medium(options, run_directory)
+        endpoint, metrics = _endpoint(options, run_directory, undo)
 
         def planned(choice: DeviceChoice | None) -> Plan:
             if choice is None:
@@ -150,14 +155,16 @@ def _launch(options: argparse.Namespace) -> int:
             workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
             banner = (
                 f"run {run_directory.name}: 1 script, {workers} ({', '.join(chosen)}), parameters on {owner}, "
-                f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}"
+                f"transport {_transport(options, medium)}, directory {run_directory.path}"
+                f"{_places(commands)}{metrics}"
             )
             return Plan(commands, banner, tuple(chosen), owner)
 
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
         known = (compute, parameters) if options.devices else ((), "")
-        file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, log_directory=logs.directory)
+        places = {"log_directory": logs.directory, **_where(endpoint)}
+        file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, **places)
         return run(
             run_directory,
             plan,
@@ -171,6 +178,7 @@ def _launch(options: argparse.Namespace) -> int:
             recovery=_recovery(options),
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
+            endpoint=endpoint,
         )
     finally:
         run_directory.remove()
@@ -182,7 +190,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     return {**os.environ, **named}
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
     parameters = device_names.parameter_device(options.parameter_device, ["cpu:0"])
     require_cupy([parameters])
     here = machine()
@@ -197,6 +205,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         before = RunFile.read(run_directory.path)
         medium = _medium(options, run_directory)
+        endpoint, metrics = _endpoint(options, run_directory, undo)
         # The workers name their devices when they join.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         _warn([parameters], here)
@@ -212,13 +221,14 @@ def _serve(options: argparse.Namespace) -> int:
             "serve",
             parameter_device=parameters,
             log_directory=logs.directory if logs else None,
+            **_where(endpoint),
         )
         file.write(run_directory.path)
         return serve(
             run_directory,
             commands,
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
-            f"transport {_transport(options, medium)}, directory {run_directory.path}{again}",
+            f"transport {_transport(options, medium)}, directory {run_directory.path}{again}{metrics}",
             start_timeout=options.start_timeout,
             logs=logs,
             medium=medium,
@@ -230,6 +240,7 @@ def _serve(options: argparse.Namespace) -> int:
             else None,
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
+            endpoint=endpoint,
         )
     except OSError as error:
         raise LaunchError(f"the files in {run_directory.path} cannot be used: {error.strerror}") from error
@@ -315,10 +326,42 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--timeline is recorded by a script, and --{modes[0]} runs none; set CS_TIMELINE where the script runs"
         )
+    _check_metrics(options, modes)
     is_on()  # CS_TIMES
     _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= MOST_REPLICAS:
         raise ConfigurationError(f"--serve takes a number of workers from 1 to {MOST_REPLICAS}, not {options.serve}")
+
+
+def _check_metrics(options: argparse.Namespace, modes: Sequence[str]) -> None:
+    port = options.metrics_port
+    if port is None:
+        if given := [name for name in ("address", "token_file") if getattr(options, f"metrics_{name}") is not None]:
+            raise ConfigurationError(f"--metrics-{given[0].replace('_', '-')} needs --metrics-port")
+        return
+    if modes and modes[0] != "serve":
+        raise ConfigurationError(f"--metrics-port is for the launcher of a service, and --{modes[0]} starts none")
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"--metrics-port must be a number from 0 to 65535, not {port}")
+    try:
+        require("prometheus_client", "metrics", "--metrics-port")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _endpoint(options: argparse.Namespace, run_directory: RunDirectory, undo: ExitStack) -> tuple[Endpoint | None, str]:
+    """Where metrics are served, and the line that says so. ``undo`` closes it."""
+    if options.metrics_port is None:
+        return None, ""
+    address = _LOOPBACK if options.metrics_address is None else options.metrics_address
+    endpoint = Endpoint.open(address, options.metrics_port, options.metrics_token_file, run_directory.path)
+    undo.enter_context(endpoint)
+    return endpoint, f"\n{endpoint}"
+
+
+def _where(endpoint: Endpoint | None) -> dict[str, Any]:
+    """What ``cs-ctl`` shows of it."""
+    return {} if endpoint is None else {"metrics": endpoint.url, "metrics_token_file": endpoint.token_file}
 
 
 def _address() -> str:
@@ -414,6 +457,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     _add_processes(parser)
     _add_places(parser)
+    _add_metrics(parser)
     parser.add_argument("--serve", type=int, metavar="N", help="run no script: run a server for N workers that join it")
     parser.add_argument(
         "--return-timeout",
@@ -486,6 +530,23 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="replace a server that dies, without losing an update; this makes large dense updates slower "
         "(default: on)",
+    )
+
+
+def _add_metrics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve metrics of the service to Prometheus, at http://ADDRESS:PORT/metrics; 0: a free port, which is "
+        "printed (default: no metrics)",
+    )
+    parser.add_argument("--metrics-address", metavar="ADDRESS", help=f"where it listens (default: {_LOOPBACK})")
+    parser.add_argument(
+        "--metrics-token-file",
+        metavar="FILE",
+        help="the bearer token that a scraper must show, in a file of yours that is closed to other users (default: a "
+        "new token in the file metrics-token of the run directory)",
     )
 
 

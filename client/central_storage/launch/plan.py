@@ -23,6 +23,7 @@ __all__ = [
     "Command",
     "Options",
     "error_file",
+    "exporter_command",
     "label",
     "next_incarnation",
     "of_incarnation",
@@ -222,6 +223,31 @@ def script_command(
             **own,
             ENVIRONMENT: error_file(run_directory),
         },
+    )
+
+
+def exporter_command(
+    run_directory: str,
+    token_file: str,
+    descriptor: int,
+    environment: Mapping[str, str],
+    *,
+    python: str,
+    python_path: str = "",
+) -> Command:
+    """The process that serves metrics on the socket ``descriptor``. It looks at the service as an observer; libraries
+    have one thread in it."""
+    kept = {name: value for name, value in environment.items() if name not in (*_NOT_FOR_SERVICES, "CS_ROLE")}
+    return Command(
+        "observer",
+        0,
+        (
+            *(python, "-P", "-m", "central_storage.exporter"),
+            *("--run-directory", run_directory),
+            *("--token-file", token_file),
+            *("--descriptor", str(descriptor)),
+        ),
+        {**kept, **dict.fromkeys(_THREADS, "1"), **({"PYTHONPATH": python_path} if python_path else {})},
     )
 
 

@@ -57,6 +57,9 @@ class ServiceFile:
     parameter_device: str
     #: The directory with all that server and workers print; "" if there is none.
     log_directory: str
+    #: What Prometheus scrapes, and the file with the token that it must show; "" if there are no metrics.
+    metrics: str
+    metrics_token_file: str
 
     @classmethod
     def of(
@@ -69,6 +72,8 @@ class ServiceFile:
         *,
         script_pid: int = 0,
         log_directory: str | None = None,
+        metrics: str = "",
+        metrics_token_file: str = "",
     ) -> ServiceFile:
         """The file of a service whose supervisor is this process."""
         named = PurePath(run_directory).name
@@ -86,6 +91,8 @@ class ServiceFile:
             tuple(devices),
             parameter_device,
             log_directory or "",
+            metrics,
+            metrics_token_file,
         )
 
     def write(self, run_directory: str, **changes: Any) -> ServiceFile:
@@ -109,8 +116,8 @@ class ServiceFile:
         """The file in ``run_directory``. None if there is none that this version can read."""
         try:
             read = json.loads(Path(run_directory, FILE).read_bytes())
-            values = [read[name] for name in _FIELDS]
-        except (OSError, ValueError, KeyError, TypeError):
+            values = [read.get(name, "") if name in _LATER else read[name] for name in _FIELDS]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         devices = read["devices"]
         if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
@@ -121,6 +128,8 @@ class ServiceFile:
 
 
 _FIELDS = fields_of(ServiceFile)
+# A service of an older version has none of these.
+_LATER = ("metrics", "metrics_token_file")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "supervisor": int,
     "script_pid": int,

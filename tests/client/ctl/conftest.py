@@ -106,6 +106,8 @@ def reading(**changes: Any) -> Reading:
         "restarts": 0,
         "max_restarts": 3,
         "log_directory": None,
+        "metrics": None,
+        "metrics_token_file": None,
         "processes": shown,
         "events": (),
     }

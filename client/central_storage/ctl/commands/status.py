@@ -62,6 +62,7 @@ def _print(reading: Reading) -> None:
         "memory": _memory(reading),
         "restarts": None if reading.restarts is None else f"{reading.restarts} of at most {reading.max_restarts}",
         "log files": reading.log_directory,
+        "metrics": reading.metrics and f"{reading.metrics}, token in {reading.metrics_token_file}",
     }
     for name, text in lines.items():
         if text:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import Failure, died_failure, write
+from central_storage.launch.exporter import Endpoint, Exporter
 from central_storage.launch.foreground import SERVER_FAILED, START_FAILED, WORKER_FAILED, described
 from central_storage.launch.memory import Medium
 from central_storage.launch.plan import Command
@@ -44,9 +45,11 @@ def serve(
     run_file: RunFile | None,
     mailboxes: bool,
     error_path: str | None,
+    endpoint: Endpoint | None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit code: 0, 3 if the service did not start, 4 if a worker and 5 if
-    the server ended for good. After the end of a worker, the training script may still read until it leaves."""
+    the server ended for good. After the end of a worker, the training script may still read until it leaves. Metrics
+    are served at ``endpoint``."""
     open_files.raise_limit()
     loop = Loop()
     console = Console(loop)
@@ -63,11 +66,12 @@ def serve(
         run_file=run_file,
         mailboxes=mailboxes,
     )
+    exporter = Exporter(loop, service.say, endpoint, run_directory.path)
     told: list[int] = []
 
     def signalled(number: int) -> None:
         if number == signal.SIGCHLD:
-            reap_adopted(service.living_pids)
+            reap_adopted(service.living_pids | exporter.living_pids)
         else:
             service.stop(0.0) if told else service.stop()
             told.append(number)
@@ -75,11 +79,13 @@ def serve(
     with Signals(loop, (*_ENDING, signal.SIGCHLD), signalled):
         service.say(banner)
         try:
-            service.start()
-            while not service.stopped:
-                if service.has_failed or (service.has_lost and not service.has_controller):
-                    service.stop()
-                loop.turn(_LOOK_EVERY)
+            with exporter:
+                service.start()
+                exporter.start()
+                while not service.stopped:
+                    if service.has_failed or (service.has_lost and not service.has_controller):
+                        service.stop()
+                    loop.turn(_LOOK_EVERY)
         finally:
             service.close()
             run_directory.remove()

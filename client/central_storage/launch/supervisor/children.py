@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -139,10 +139,11 @@ class Child:
         on_lines: Callable[[Child, Stream, list[str]], None] | None,
         on_end: Callable[[Child], None],
         open_files_limit: int | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
         """Start ``command``. With ``on_lines`` it belongs to a service: it leads its own session, has no input, and its
         output is read here. Without, it shares this process's terminal. It may open ``open_files_limit`` files, by
-        default as many as this process."""
+        default as many as this process. It inherits ``descriptors``, under the same numbers."""
         self.command = command
         self.tail = Tail()
         self.asked = False
@@ -163,6 +164,7 @@ class Child:
                 stderr=subprocess.PIPE if piped else None,
                 bufsize=0,
                 start_new_session=piped,
+                pass_fds=descriptors,
                 preexec_fn=_prepared(os.getpid(), open_files_limit),
             )
         self.pid = self._process.pid
