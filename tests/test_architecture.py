@@ -98,6 +98,7 @@ EXHAUSTIVE = {
     "central_storage",
     "central_storage.controller",
     "central_storage.ctl",
+    "central_storage.exporter",
     "central_storage.jax",
     "central_storage.launch",
     "central_storage.planning",

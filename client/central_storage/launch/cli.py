@@ -343,6 +343,8 @@ def _check_metrics(options: argparse.Namespace, modes: Sequence[str]) -> None:
         raise ConfigurationError(f"--metrics-port is for the launcher of a service, and --{modes[0]} starts none")
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"--metrics-port must be a number from 0 to 65535, not {port}")
+    if options.metrics_address == "":
+        raise ConfigurationError("--metrics-address needs the name or number of an address")
     try:
         require("prometheus_client", "metrics", "--metrics-port")
     except ModuleNotFoundError as error:

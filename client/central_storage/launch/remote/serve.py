@@ -82,10 +82,7 @@ def serve(
             with exporter:
                 service.start()
                 exporter.start()
-                while not service.stopped:
-                    if service.has_failed or (service.has_lost and not service.has_controller):
-                        service.stop()
-                    loop.turn(_LOOK_EVERY)
+                _turn_until_stopped(loop, service)
         finally:
             service.close()
             run_directory.remove()
@@ -96,6 +93,13 @@ def serve(
     if logs is not None:
         logs.close()
     return code
+
+
+def _turn_until_stopped(loop: Loop, service: Service) -> None:
+    while not service.stopped:
+        if service.has_failed or (service.has_lost and not service.has_controller):
+            service.stop()
+        loop.turn(_LOOK_EVERY)
 
 
 def _report(service: Service, told: Sequence[int], error_path: str | None) -> int:
