@@ -172,8 +172,13 @@ def test_a_wait_is_named(training: tuple[Training, Scraper]) -> None:
     assert samples["central_storage_waits,w0"] == 0
 
 
-def test_another_exporter_takes_the_place_of_a_dead_one(training: tuple[Training, Scraper]) -> None:
-    launched, scraper = training
+def test_another_exporter_takes_the_place_of_a_dead_one(script: Path, tmp_path: Path) -> None:
+    with start("cs-launch", "--metrics-port", "0", "--devices", "cpu:0,cpu:1", script, tmp_path / "wait") as child:
+        _kill_exporter(Training(child, tmp_path / "wait"), Scraper(child))
+    services.clean()
+
+
+def _kill_exporter(launched: Training, scraper: Scraper) -> None:
     steps = scraper.samples()["central_storage_steps_total"]
     (exporter,) = exporters(launched.child)
     exporter.kill()
