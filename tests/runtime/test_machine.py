@@ -111,12 +111,12 @@ def test_files_that_do_not_read_as_numbers_set_no_limit(tmp_path: Path) -> None:
     assert machine.available_nbytes(where) == MACHINE
 
 
-def test_the_smallest_limit_of_all_groups(tmp_path: Path) -> None:
+def test_each_group_that_has_a_limit_is_told_from_the_innermost_outwards(tmp_path: Path) -> None:
     mount = tmp_path / "cgroup"
     second(mount / "outer", 1000, 100)
     second(mount / "outer/inner", "max", 100)
     where = proc(tmp_path, "0::/outer/inner\n", [f"30 20 0:26 / {mount} rw - cgroup2 cgroup2 rw"])
-    assert machine.group_nbytes(where) == 1000
+    assert [limit for limit, _, _ in machine.group_limits(where)] == [1000]
     second(mount / "outer/inner", 400, 100)
-    assert machine.group_nbytes(where) == 400
-    assert machine.group_nbytes(tmp_path / "nothing") is None
+    assert [limit for limit, _, _ in machine.group_limits(where)] == [400, 1000]
+    assert list(machine.group_limits(tmp_path / "nothing")) == []

@@ -247,7 +247,7 @@ def exporter_command(
             *("--token-file", token_file),
             *("--descriptor", str(descriptor)),
         ),
-        {**kept, **dict.fromkeys(_THREADS, "1"), **({"PYTHONPATH": python_path} if python_path else {})},
+        {**kept, **dict.fromkeys(THREAD_VARIABLES, "1"), **({"PYTHONPATH": python_path} if python_path else {})},
     )
 
 
