@@ -21,20 +21,27 @@ pytestmark = pytest.mark.skipif(not (MAILBOXES and IS_ORDERED), reason="no marks
 STEPS = 24
 
 
-def trained(strategy: cs.CentralStorageStrategy, lookaheads: Sequence[int | None]) -> tuple[list[Any], list[bytes]]:
-    """Every result, and what all variables and slots hold in the end. ``lookaheads``: None stands for single runs."""
+def trained(
+    strategy: cs.CentralStorageStrategy, lookaheads: Sequence[int | None], max_norm: float | None, **bounds: float
+) -> tuple[list[Any], list[bytes]]:
+    """Every result, and what all variables and slots hold in the end. ``lookaheads``: None stands for single runs.
+    ``max_norm`` bounds the norm of all gradients, ``bounds`` are those of one optimizer."""
     with strategy.scope():
         weights = cs.Variable(np.linspace(-1, 1, 300, dtype=np.float32), name="weights")
         others = [cs.Variable(np.ones(n, np.float64), name=f"v{n}") for n in (3, 40)]
-        sgd, adam = cs.optimizers.SGD(0.1, momentum=0.5), cs.optimizers.Adam(0.01)
+        sgd, adam = cs.optimizers.SGD(0.1, momentum=0.5), cs.optimizers.Adam(0.01, **bounds)
 
     def step(k: Any) -> float:
         number, replica = int(np.ravel(k)[0]), int(cs.get_replica_context().replica_id_in_sync_group)  # type: ignore[union-attr]
         gradients = cs.gradient_buffers([weights, *others])
         for gradient, variable in zip(gradients, [weights, *others], strict=True):
             gradient[...] = np.asarray(variable) * (replica + 1) + number
-        sgd.apply_gradients([(gradients[0], weights)])
-        adam.apply_gradients(list(zip(gradients[1:], others, strict=True)))
+        groups = [(sgd, [(gradients[0], weights)]), (adam, list(zip(gradients[1:], others, strict=True)))]
+        if max_norm is not None:
+            cs.optimizers.apply_gradients(groups, global_clipnorm=max_norm, clip_epsilon=1e-6)
+        else:
+            for optimizer, pairs in groups:
+                optimizer.apply_gradients(pairs)
         return float(gradients[0][7]) + replica
 
     said: list[Any] = []
@@ -51,14 +58,21 @@ def trained(strategy: cs.CentralStorageStrategy, lookaheads: Sequence[int | None
     return said, [*values, *(np.asarray(each.get_slot(v, slot)).tobytes() for each, v, slot in slots)]
 
 
-def disturbed(items: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch, lookaheads: Sequence[Any]) -> None:
+def disturbed(
+    items: list[str],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lookaheads: Sequence[Any],
+    max_norm: float | None = None,
+    **bounds: float,
+) -> None:
     """The training is that of one process, although ``items`` happen in it, each once."""
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
-        expected = trained(strategy, lookaheads)
+        expected = trained(strategy, lookaheads, max_norm, **bounds)
     monkeypatch.setenv("CS_FAILPOINTS", ";".join(items))
     monkeypatch.setenv("CS_FAILPOINTS_DIR", str(directory))
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
-        assert trained(strategy, lookaheads) == expected
+        assert trained(strategy, lookaheads, max_norm, **bounds) == expected
     assert {path.name for path in directory.iterdir()} == set(items)
 
 
@@ -67,6 +81,17 @@ def disturbed(items: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_server_is_killed_within_a_step(lookahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [f"server.pass=kill@{number}" for number in (1, 9, 11, 16, 23, 33)]
     disturbed(items, tmp_path, monkeypatch, [lookahead] * 6)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("max_norm", "bounds"), [(1.0, {}), (None, {"clipnorm": 0.5}), (3.0, {"clipvalue": 0.5, "global_clipnorm": 2.0})]
+)
+def test_a_server_is_killed_within_a_step_with_bounds(
+    max_norm: float | None, bounds: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [f"server.pass=kill@{number}" for number in (8, 9, 10, 11, 12, 14, 17)]
+    disturbed(items, tmp_path, monkeypatch, [None] * 6, max_norm, **bounds)
 
 
 @pytest.mark.slow

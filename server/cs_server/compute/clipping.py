@@ -1,14 +1,14 @@
 """Clipping of the summed gradient: by element, by the norm of each variable, by the norm of all variables.
 
 This module owns the meaning of TensorFlow's clip functions: values first, then norms. Norms are added up in double
-precision over pieces of fixed size, so they do not depend on the number of threads. It knows no rule and no memory.
+precision in one order (`norm_kernels`, decision 37), so they do not depend on the number of threads, nor on what
+carries out a commit. It knows no rule and no memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from cs_proto.arithmetic.optimizers import CLIPS, Hyperparameters
 from cs_proto.frozen import frozen
 from cs_server.rules import Array, summed
 
-__all__ = ["UNBOUNDED", "Clipping", "Workspace", "factors_together", "square_of"]
+from . import norm_kernels
+
+__all__ = ["UNBOUNDED", "Clipping", "factors_together", "square_of", "square_reference"]
 
 
 _CLIPS = frozenset(CLIPS)
@@ -68,7 +70,7 @@ class Clipping:
         if self.clipnorm is not None:
             return [_factor(math.sqrt(square), self.clipnorm) for square in found]
         if self.global_clipnorm is not None:
-            norm = math.sqrt(sum(found))
+            norm = math.sqrt(_sum(found))
             return [_factor(norm, self.global_clipnorm) if math.isfinite(norm) else math.nan] * len(found)
         return [1.0] * len(found)
 
@@ -84,72 +86,53 @@ def factors_together(
     bounds, and then one more factor for all of them.
 
     ``bound`` holds for the norm of all gradients together that the bounds of the optimizers have left: the last factor
-    is ``min(1, bound / (norm + epsilon))``, as in ``torch.nn.utils.clip_grad_norm_``. The sum of the squares is exact,
-    so it does not depend on how the variables are divided among optimizers.
+    is ``min(1, bound / (norm + epsilon))``, as in ``torch.nn.utils.clip_grad_norm_``. The squares are added up so
+    exactly that it does not depend on how the variables are divided among optimizers. `norm_kernels.factors` does the
+    same, with the same bits.
     """
     factors = [clipping.factors(each) for clipping, each in zip(clippings, squares, strict=True)]
     if bound is None:
         return factors, 1.0
     left = [s * f * f for each, own in zip(squares, factors, strict=True) for s, f in zip(each, own, strict=True)]
-    norm = math.sqrt(_exact_sum(left)) + epsilon
+    norm = math.sqrt(_sum(left)) + epsilon
     ratio = bound / norm if norm else 1.0
     return factors, 1.0 if ratio >= 1 else ratio  # a NaN stays
 
 
-def _exact_sum(squares: Sequence[float]) -> float:
-    try:
-        return math.fsum(squares)
-    except OverflowError:
-        return math.inf
-
-
-class Workspace:
-    """Memory in which one thread adds up and squares one piece after the other. Memory that is new for each piece would
-    take several times as long: the kernel clears its pages."""
-
-    def __init__(self, size: int) -> None:
-        """``size`` is the most elements of a piece."""
-        self._size = size
-        self._squares = np.empty(size)
-        self._sums: dict[np.dtype[Any], tuple[Array, Array]] = {}
-
-    def square(
-        self, clipping: Clipping, gradients: Sequence[Array], piece: slice, weights: Sequence[float] = ()
-    ) -> float:
-        """The squared norm of ``clipping.total(gradients, piece, weights)``, bit for bit."""
-        dtype = gradients[0].dtype
-        if dtype not in (np.float32, np.float64):
-            return square_of(clipping.total(gradients, piece, weights))
-        if dtype not in self._sums:
-            self._sums[dtype] = np.empty(self._size, dtype), np.empty(self._size, dtype)
-        count = piece.stop - piece.start
-        total, product = (array[:count] for array in self._sums[dtype])
-        squares, is_first = self._squares[:count], True
-        with np.errstate(all="ignore"):
-            for gradient, weight in zip(gradients, weights or [1.0] * len(gradients), strict=True):
-                if dtype.type(weight) == 0:
-                    continue
-                source = gradient[piece]
-                if weight != 1:
-                    source = np.multiply(source, dtype.type(weight), out=product)
-                if is_first:
-                    np.copyto(total, source)
-                else:
-                    np.add(total, source, out=total)
-                is_first = False
-            if is_first:
-                total[:] = 0
-            clipping.bound(total)
-            np.multiply(total, total, out=squares, dtype=np.float64)
-            return float(squares.sum())
-
-
 def square_of(gradient: Array) -> float:
-    """The squared norm of a piece, in double precision."""
+    """The squared norm of an array, in double precision, with the bits of `square_reference`."""
+    if gradient.dtype in norm_kernels.COMPILED:
+        return norm_kernels.square(gradient)
+    return square_reference(gradient)
+
+
+def square_reference(gradient: Array) -> float:
+    """The squared norm of an array in plain NumPy: the square of element i is added to partial sum i modulo
+    `norm_kernels.LANES`, and then the halves of the partial sums are added until one is left."""
     with np.errstate(all="ignore"):
-        wide = gradient.astype(np.complex128 if gradient.dtype.kind == "c" else np.float64)
-        return float((wide * wide.conj()).real.sum())
+        squares = np.square(gradient.real, dtype=np.float64).reshape(-1)
+        if gradient.dtype.kind == "c":
+            squares += np.square(gradient.imag, dtype=np.float64).reshape(-1)
+        rest = len(squares) % norm_kernels.LANES
+        whole = len(squares) - rest
+        partial = squares[:whole].reshape(-1, norm_kernels.LANES).sum(axis=0)  # row by row
+        partial[:rest] += squares[whole:]
+        while len(partial) > 1:
+            half = len(partial) // 2
+            partial = partial[:half] + partial[half:]
+    return float(partial[0])
+
+
+def _sum(numbers: Iterable[float]) -> float:
+    """The sum of numbers, of which the last bit hardly ever depends on their order: what each addition loses by
+    rounding is added up, too. `math.fsum` would be exact, but no kernel has it."""
+    found = lost = 0.0
+    for number in numbers:
+        before, found = found, found + number
+        taken = found - before
+        lost += (before - (found - taken)) + (number - taken)
+    return found + lost if math.isfinite(found) else found
 
 
 def _factor(norm: float, bound: float) -> float:
-    return norm if math.isnan(norm) else bound / max(norm, bound) if bound or norm else 1.0
+    return math.nan if math.isnan(norm) else bound / max(norm, bound) if bound or norm else 1.0

@@ -28,8 +28,9 @@ from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
 from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_ratio
 
-from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
-from .kernels import apply_dense
+from .clipping import UNBOUNDED, Clipping
+from .kernels import apply_dense, has_kernel
+from .norms import Kinds, Norms, kinds_of
 from .plans import Plan, rule_of
 from .prepared import Prepared, PreparedCommits
 from .sparse import Merged, Table, merge, weighted, write_rows
@@ -39,7 +40,7 @@ __all__ = ["Executor", "Memory", "fill"]
 
 # The number of cached plans. The variable sets of an apply have one for each set of gradient buffers.
 _PLANS = 256
-# Gradients that are clipped are summed in pieces of this many elements, whose squares are added up in order.
+# Gradients that NumPy clips are summed in pieces of this many elements.
 _PIECE = 1 << 16
 
 T = TypeVar("T")
@@ -74,8 +75,8 @@ class Executor:
         self._undo = Undo(undo, threads)
         # By the rule and the parts of each step, and the number of lanes.
         self._plans: dict[tuple[tuple[tuple[str, tuple[Dense, ...]], ...], int], Plan] = {}
-        # By lane.
-        self._spaces: dict[int, Workspace] = {}
+        # By the parts and the bounds of each step, whether all are bounded together, and the number of lanes.
+        self._norms: dict[tuple[tuple[tuple[tuple[Dense, ...], int], ...], Kinds, bool, int], Norms] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
         self._prepared = PreparedCommits(self._undo, self._arrays)
@@ -122,7 +123,7 @@ class Executor:
 
     def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
         """What `commit` would do with these operations, as instructions of a program, with the numbers of this step;
-        None if they are not all updates of dense variables by compiled kernels, without any clipping.
+        None if they are not all updates of dense variables by compiled kernels.
 
         For operations on the same places it returns the same object, with their numbers: so a program of it must have
         run before. After many others it makes another one, of which the program must be made anew.
@@ -176,7 +177,11 @@ class Executor:
     def _bound(self, steps: Sequence[_Step], operation: Apply) -> None:
         """Find the factors of the gradients, and clip the sparse ones."""
         clippings = [step.clipping or UNBOUNDED for step in steps]
-        squares = []
+        norms = self._norms_of(steps, operation)
+        norms.set(clippings, operation.updates, operation.weights)
+        if operation.global_clipnorm is not None:
+            norms.bound_together(operation.global_clipnorm, operation.clip_epsilon)
+        tables = 0
         for step, clipping in zip(steps, clippings, strict=True):
             step.merged = [
                 merge(weighted(each, operation.weights), *rows.shape)
@@ -184,14 +189,27 @@ class Executor:
             ]
             for gradient in step.merged:
                 clipping.bound(gradient.sums)
-            is_needed = clipping.has_norm or operation.global_clipnorm is not None
-            squares.append(self._squares(step, clipping, operation.weights) if is_needed else step.no_squares)
-        own, common = factors_together(clippings, squares, operation.global_clipnorm, operation.clip_epsilon)
-        for step, factors in zip(steps, own, strict=True):
-            step.factors = [factor * common * step.update.factor for factor in factors]
+                norms.add_table(tables, gradient.sums)
+                tables += 1
+        self._spread(len(norms.shares), lambda share: norms.shares[share]())
+        norms.find()
+        factors, place = norms.factors.tolist(), 0
+        for step in steps:
+            count = step.ranges + len(step.merged)
+            step.factors, place = factors[place : place + count], place + count
             for factor, gradient in zip(step.factors[step.ranges :], step.merged, strict=True):
                 scaled(gradient.sums, factor)
             step.sparse = [[(gradient.sums, gradient.rows)] for gradient in step.merged]
+
+    def _norms_of(self, steps: Sequence[_Step], operation: Apply) -> Norms:
+        is_bounded, kinds = operation.global_clipnorm is not None, kinds_of([step.clipping for step in steps])
+        parts = tuple([(step.update.dense, len(step.update.sparse)) for step in steps])
+        key = (parts, kinds, is_bounded, self._undo.lanes)
+        if key not in self._norms:
+            if len(self._norms) >= _PLANS:
+                self._norms.clear()
+            self._norms[key] = Norms(operation.updates, kinds, is_bounded, self._arrays, self._undo.lanes)
+        return self._norms[key]
 
     def _table(self, rule: Rule, rows: Rows) -> Table:
         rule = rule_of(rows, rule)
@@ -219,8 +237,7 @@ class Executor:
         ]
 
     def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
-        """Update the dense variables of several optimizers, whose gradients have one factor for each optimizer, in one
-        phase."""
+        """Update the dense variables of several optimizers in one phase."""
         key = (tuple([(step.rule.name, step.update.dense) for step in steps]), self._undo.lanes)
         plan = self._plans.get(key)
         if plan is None:
@@ -228,7 +245,10 @@ class Executor:
                 self._plans.clear()
             plan = self._plans[key] = Plan([step.update for step in steps], self._arrays, self._undo.lanes)
 
-        plan.set([(step.update, step.given, step.factor) for step in steps], weights)
+        factors: list[float] = []
+        if any(step.factors or step.update.factor != 1 for step in steps):
+            factors = [factor for step in steps for factor in step.of_ranges]
+        plan.set([(step.update, step.given) for step in steps], weights, factors)
 
         def apply(shares: Sequence[int], lane: Lane) -> None:
             for share in shares:  # at most one, and the kernels go through its pieces themselves
@@ -237,8 +257,8 @@ class Executor:
         self._phase(range(len(plan.shares)), apply)
 
     def _clipped(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
-        """Update dense variables whose gradients are clipped by element, or each by a factor of its own, or whose rule
-        needs the norms of each. Every range is one variable."""
+        """Update dense variables whose gradients NumPy has to clip, or whose rule needs the norms of each. Every range
+        is one variable."""
         if plain := [piece for step in steps if not step.rule.direction for piece in step.pieces]:
             self._pieces(plain, weights)
         # The norms of a variable cannot be computed again when a part of it is updated: they are noted before.
@@ -294,25 +314,6 @@ class Executor:
     def _trusted(self, given: Hyperparameters, which: int) -> Hyperparameters:
         """The hyperparameters for a variable, with the ratio that was noted for it."""
         return {**given, "learning_rate": given["learning_rate"] * float(self._undo.numbers[which])}
-
-    def _squares(self, step: _Step, clipping: Clipping, weights: tuple[float, ...]) -> list[float]:
-        """The squared norms of the gradients of each range, then of the sparse gradients."""
-        pieces = step.pieces
-        of_ranges, found = [0.0] * step.ranges, [0.0] * len(pieces)
-        lanes = self._undo.lanes
-
-        def share(lane: int) -> None:
-            space = self._spaces[lane]
-            for which in range(lane, len(pieces), lanes):
-                piece = pieces[which]
-                found[which] = space.square(clipping, self._arrays(piece.part)[2], piece.elements, weights)
-
-        for lane in range(len(self._spaces), lanes):
-            self._spaces[lane] = Workspace(_PIECE)
-        self._spread(min(lanes, len(pieces)), share)
-        for piece, square in zip(pieces, found, strict=True):
-            of_ranges[piece.number] += square
-        return of_ranges + [square_of(gradient.sums) for gradient in step.merged]
 
     def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
@@ -408,20 +409,24 @@ class _Step:
 
     @property
     def by_element(self) -> bool:
-        """Whether the dense gradients are not just multiplied by one factor. Bounds of an optimizer hold for halves in
-        half precision, in which no kernel computes. A rule may need the norms of each variable."""
+        """Whether kernels do not clip the dense gradients. Bounds of an optimizer hold for halves in half precision, in
+        which no kernel computes. A rule may need the norms of each variable."""
         if self.clipping is None or self.rule.direction is not None:
             return self.rule.direction is not None
-        return self.clipping.by_element or any(part.dtype == "float16" for part in self.update.dense)
+        parts = self.update.dense
+        if self.clipping.by_element:
+            dtypes = [(rule_of(part, self.rule), np.dtype(part.dtype)) for part in parts]
+            return not all(has_kernel(*each, is_sparse=False) for each in dtypes)
+        return any(part.dtype == "float16" for part in parts)
 
     @property
-    def factor(self) -> float:
-        """The one factor of the dense gradients."""
-        return self.factors[0] if self.factors else self.update.factor
+    def of_ranges(self) -> list[float]:
+        """The factors of the dense gradients."""
+        return self.factors[: self.ranges] if self.factors else [self.update.factor] * self.ranges
 
     @property
     def pieces(self) -> list[_Piece]:
-        """The dense gradients in pieces whose squares are added up in order."""
+        """The dense gradients in pieces."""
         ranges = [(part, t, each) for part, t in self.update.parts()[0] for each in part.ranges]
         return [
             _Piece(self, number, part, t, elements)
@@ -433,11 +438,6 @@ class _Step:
     def ranges(self) -> int:
         """The number of ranges of the dense gradients."""
         return sum(len(part.ranges) for part in self.update.dense)
-
-    @property
-    def no_squares(self) -> list[float]:
-        """Squared norms that no bound asks for."""
-        return [0.0] * (self.ranges + len(self.merged))
 
 
 @dataclass(frozen=True, eq=False)

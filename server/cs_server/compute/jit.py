@@ -38,6 +38,7 @@ _INLINED = _ALONE | {"inline": "always"}
 _AHEAD = 8  # rows
 _FACTOR = 0x9E3779B97F4A7C1  # of the hash of a row
 _PLACE = np.dtype("int32")
+_FACTORS = np.dtype("float64")
 
 
 def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes:
@@ -52,7 +53,7 @@ def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes
         return _machine_code(_enter_rowwise(loop, arrays, dtype, rule.count_of_numbers))
     if is_sparse:
         return _machine_code(_enter_sparse(_inlined(sparse(piece)), arrays, dtype, rule.count_of_numbers))
-    return _machine_code(_enter_dense(_inlined(dense(piece)), arrays, dtype, rule.count_of_numbers))
+    return _machine_code(_enter_dense(_inlined(dense(piece, dtype)), arrays, dtype, rule.count_of_numbers))
 
 
 def build_merge(dtype: np.dtype[Any]) -> bytes:
@@ -173,9 +174,12 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
 
 
 @numba.njit(error_model="numpy", **_INLINED)
-def _scaled(addresses: Array, like: Array, scale: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
-    """As `_addends`, where every gradient is multiplied by its weight and their sum by a factor: ``scale`` has the
-    weights in replica order and then the factor. A gradient whose weight is 0 is left out."""
+def _scaled(
+    addresses: Array, like: Array, scale: Array, factor: Any, scratch: Array, start: int, stop: int
+) -> tuple[Array, Array]:
+    """As `_addends`, where every gradient is multiplied by its weight, each element of their sum is bounded, and the
+    sum is multiplied by a factor: ``scale`` has the weights in replica order and then the bound. A gradient whose
+    weight is 0 is left out."""
     total = scratch[scratch.shape[0] // 2 :][: stop - start]
     is_first = True
     for replica in range(addresses.shape[0]):
@@ -192,7 +196,11 @@ def _scaled(addresses: Array, like: Array, scale: Array, scratch: Array, start: 
         is_first = False
     if is_first:
         total[:] = 0
-    factor = scale[addresses.shape[0]]
+    limit = scale[addresses.shape[0]]
+    if limit < np.inf:
+        for i in range(total.shape[0]):
+            lowered = -limit if total[i] <= -limit else total[i]
+            total[i] = limit if lowered >= limit else lowered
     if factor != 1:
         for i in range(total.shape[0]):
             total[i] *= factor
@@ -247,15 +255,19 @@ def unrolled(slots: int, step: Callable[..., Any], dtype: np.dtype[Any]) -> tupl
     return made["piece"], made["arrays"]
 
 
-def dense(piece: Callable[..., None]) -> Callable[..., None]:
+def dense(piece: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., None]:
     """The loop that updates ranges whose gradients, of the addresses, lie where the parameters do. ``scale`` is that of
-    `_scaled`, or empty; ``before`` counts the lane's pieces before these ranges."""
+    `_scaled`, or empty; ``before`` counts the lane's pieces before these ranges; ``which`` names the factor of each
+    range, in double precision."""
+    rounded = dtype.type
 
     def loop(
         ranges: Array,
         addresses: Array,
         scale: Array,
         before: Array,
+        factors: Array,
+        which: Array,
         arrays: tuple[Array, ...],
         numbers: tuple[Any, ...],
         chunk: int,
@@ -271,7 +283,8 @@ def dense(piece: Callable[..., None]) -> Callable[..., None]:
                     continue
                 stop = min(start + chunk, ranges[r, 1])
                 if scale.shape[0] > 0:
-                    g, h = _scaled(addresses, arrays[0], scale, scratch, start, stop)
+                    factor = rounded(factors[which[r]])
+                    g, h = _scaled(addresses, arrays[0], scale, factor, scratch, start, stop)
                 else:
                     g, h = _addends(addresses, arrays[0], scratch, start, stop)
                 piece(arrays, start, stop, g, h, number, numbers, progress, area)
@@ -508,9 +521,10 @@ def _merged(
 
 
 # How kernels are entered: the words are the address and the length of each array. First numbers, progress, area and
-# scratch; then of a dense one ranges, addresses, scale, before, of a sparse one the addresses of values and of indices,
-# lengths, share, table, named, brought, and partial sums where a rule has one number for each row; at last parameters,
-# slots. Of `_enter_merge` the arguments of `_merged`, and two counts: where the result goes, and the elements of a row.
+# scratch; then of a dense one ranges, addresses, scale, before, factors, which, of a sparse one the addresses of values
+# and of indices, lengths, share, table, named, brought, and partial sums where a rule has one number for each row; at
+# last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and two counts: where the result goes, and the
+# elements of a row.
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -525,13 +539,14 @@ def _table(words: Array, place: int, width: int) -> Array:
 
 def _enter_dense(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
     def enter(call: Any) -> None:
-        words = numba.carray(call, 24)
+        words = numba.carray(call, 28)
         integers = words.dtype
         numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
         progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
         ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
         scale, before, chunk = _array(words, 6, dtype), _array(words, 7, integers), len(scratch) // 2
-        loop(ranges, addresses, scale, before, arrays(words, 8), numbers, chunk, progress, area, scratch)
+        factors, which, made = _array(words, 8, _FACTORS), _array(words, 9, integers), arrays(words, 10)
+        loop(ranges, addresses, scale, before, factors, which, made, numbers, chunk, progress, area, scratch)
 
     return enter
 

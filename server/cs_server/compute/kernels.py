@@ -9,6 +9,7 @@ Updates of ranges that do not overlap may run in several threads at once: a kern
 
 import hashlib
 import logging
+import math
 import os
 import platform
 import stat
@@ -84,14 +85,25 @@ def apply_dense(
     Raises InvalidArgumentError before anything is changed, when something of this does not hold.
     """
     numbers = UpdateNumbers(rule, parameters.dtype, len(gradients))
-    update = BoundRanges(numbers, ranges, parameters, slots, gradients).update(bool(scale))
-    numbers.set(hyperparameters, t, scale)
+    factors = Factors(np.array(scale[-1:], np.float64), np.zeros(len(ranges), np.int64)) if scale else None
+    update = BoundRanges(numbers, ranges, parameters, slots, gradients, factors=factors).update(bool(scale))
+    numbers.set(hyperparameters, t)
+    numbers.bound(scale[:-1])
     update()
 
 
+@frozen
+class Factors:
+    """Of some ranges by what each summed gradient is multiplied: ``values[which[r]]``, for range r. The values are
+    float64, and read when an update is made; ``which`` is int64 [ranges]."""
+
+    values: Array
+    which: Array
+
+
 class UpdateNumbers:
-    """What changes from one update of some ranges to the next: the rule's numbers, the weights and the factor. Every
-    share of the update reads the same ones."""
+    """What changes from one update of some ranges to the next: the rule's numbers, the weights and the bound of each
+    element. Every share of the update reads the same ones."""
 
     def __init__(self, rule: Rule, dtype: np.dtype[Any], replicas: int) -> None:
         """Raises InvalidArgumentError for a rule that is not of the table."""
@@ -99,15 +111,22 @@ class UpdateNumbers:
             raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
         self.rule = rule
         self.numbers, self.scale = np.zeros(rule.count_of_numbers, dtype), np.ones(replicas + 1, dtype)
-        self.given: tuple[Hyperparameters, int, Sequence[float]] = ({}, 1, ())  # for the reference
+        self.given: tuple[Hyperparameters, int] = ({}, 1)  # for the reference
 
-    def set(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float]) -> None:
-        """Let the next update be the rule's t-th. ``scale`` is as `apply_dense` takes it."""
-        self.given = hyperparameters, t, scale
+        self.weights: Sequence[float] = ()
+
+    def set(self, hyperparameters: Hyperparameters, t: int) -> None:
+        """Let the next update be the rule's t-th."""
+        self.given = hyperparameters, t
         self.numbers[:] = scalars(self.rule, hyperparameters, t, self.numbers.dtype)
-        if scale:
-            with np.errstate(over="ignore"):  # a weight may be infinite in half precision, in which no kernel computes
-                self.scale[:] = scale
+
+    def bound(self, weights: Sequence[float], limit: float = math.inf) -> None:
+        """Let the next update that is scaled have these weights of the gradients; none: all are 1. ``limit`` bounds
+        each element of their sum, where there is a kernel."""
+        self.weights = weights
+        with np.errstate(over="ignore"):  # a weight may be infinite in half precision, in which no kernel computes
+            self.scale[:-1] = weights or 1.0
+            self.scale[-1] = limit
 
 
 class BoundRanges:
@@ -122,15 +141,18 @@ class BoundRanges:
         gradients: tuple[Array, ...],
         lane: Lane = _KEEPS_NOTHING,
         before: int = 0,
+        factors: Factors | None = None,
     ) -> None:
-        """Updates read ``numbers``. ``before`` counts the pieces of the phase that the lane has to do earlier."""
+        """Updates read ``numbers`` and ``factors``; no factors: all are 1. ``before`` counts the pieces of the phase
+        that the lane has to do earlier."""
         rule = numbers.rule
         self._rule, self._written, self._gradients, self._lane = rule, (parameters, *slots), gradients, lane
         self._ranges, self._numbers, dtype = ranges, numbers, parameters.dtype
         self._addresses = _checked(rule, ranges, parameters, slots, gradients)
         self._kernel = _kernel(rule, dtype)
         self._before = np.array([before])
-        self._chunks: list[slice] = []
+        self._factors = factors or Factors(np.ones(1), np.zeros(len(ranges), np.int64))
+        self._chunks: list[tuple[int, slice]] = []
         if self._kernel is None:
             self._chunks = list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))
             #: The number of pieces that the lane goes through.
@@ -141,20 +163,22 @@ class BoundRanges:
 
     def update(self, is_scaled: bool) -> Callable[[], None]:
         """What makes the update, as often as it is called, while the caller holds the gradients, of which it has only
-        the addresses. ``is_scaled``: the numbers have a scale."""
+        the addresses. ``is_scaled``: there are weights, bounds or factors."""
         if self._kernel is None:
-            return self._apply_reference
-        scale = self._numbers.scale if is_scaled else self._numbers.scale[:0]
-        arrays = (self._ranges, self._addresses, scale, self._before)
+            return partial(self._apply_reference, is_scaled)
+        scale, factors = self._numbers.scale if is_scaled else self._numbers.scale[:0], self._factors
+        arrays = (self._ranges, self._addresses, scale, self._before, factors.values, factors.which)
         return _bound(self._kernel, self._numbers.numbers, self._written, self._lane, *arrays)
 
-    def _apply_reference(self) -> None:
+    def _apply_reference(self, is_scaled: bool) -> None:
         parameters, *slots = self._written
-        hyperparameters, t, scale = self._numbers.given
-        for part in self._lane.rest(self._chunks, int(self._before[0])):
+        (hyperparameters, t), weights = self._numbers.given, self._numbers.weights
+        values, which = self._factors.values, self._factors.which
+        for of, part in self._lane.rest(self._chunks, int(self._before[0])):
             self._lane.keep([(array, part) for array in self._written])
             gradients = [gradient[part] for gradient in self._gradients]
             own = tuple(slot[part] for slot in slots)
+            scale = (*(weights or [1.0] * len(gradients)), float(values[which[of]])) if is_scaled else ()
             reference(self._rule, parameters[part], gradients, own, hyperparameters, t, scale)
 
 
@@ -174,9 +198,9 @@ def in_turn(updates: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return run
 
 
-def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
-    """Whether compiled code applies this rule to rows of this dtype, so that there may be `BoundRows`."""
-    return _kernel(rule, dtype, is_sparse=True) is not None
+def has_kernel(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool) -> bool:
+    """Whether compiled code applies this rule to ranges of this dtype, or to rows, so that there may be `BoundRows`."""
+    return _kernel(rule, dtype, is_sparse=is_sparse) is not None
 
 
 class BoundRows:
@@ -268,11 +292,11 @@ def _block_nbytes(lane: Lane) -> int:
     return KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES
 
 
-def _chunks(ranges: Array, chunk: int) -> Iterator[slice]:
-    """The pieces of an update, in order."""
-    for start, stop in ranges.tolist():
+def _chunks(ranges: Array, chunk: int) -> Iterator[tuple[int, slice]]:
+    """The pieces of an update, in order, each with the number of its range."""
+    for number, (start, stop) in enumerate(ranges.tolist()):
         for first in range(start, stop, chunk):
-            yield slice(first, min(first + chunk, stop))
+            yield number, slice(first, min(first + chunk, stop))
 
 
 def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:

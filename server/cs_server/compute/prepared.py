@@ -1,8 +1,8 @@
 """Commits that are bound before they are needed: the instructions of a program, which only takes a ticket to run.
 
-Only updates of dense variables by compiled kernels are prepared. Memory changes as by `Executor.commit`, and a lane's
-words store by store, so a new server continues either in the same way. A small commit has one lane; of a larger one,
-helpers carry out the lanes after the first.
+Only updates of dense variables by compiled kernels are prepared, with their bounds. Memory changes as by
+`Executor.commit`, and a lane's words store by store, so a new server continues either in the same way. A small commit
+has one lane; of a larger one, helpers carry out the lanes after the first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cs_proto.frozen import frozen, with_changes
 from cs_server.events import Apply, Dense, Fill, Write
 from cs_server.rules import RULES
 
-from .clipping import Clipping
+from .clipping import UNBOUNDED, Clipping
 from .helpers import Helper
+from .norms import Kinds, Norms, kinds_of
 from .object_loader import Bound
 from .plans import Arrays, Given, Plan
 from .programs import Instruction, Op
@@ -29,11 +32,33 @@ _ELEMENTS_OF_ONE_LANE = 1 << 19
 # The number of prepared commits that are kept. One of a step has one for each set of gradient buffers.
 _KEPT = 64
 
-_Kind: TypeAlias = tuple[tuple[bool, tuple[tuple[str, tuple[Dense, ...]], ...]], ...]
-"""Of each operation: whether gradients are scaled, and of each update the rule and the parts."""
+_Kind: TypeAlias = tuple[tuple[bool, Kinds, bool, tuple[tuple[str, tuple[Dense, ...]], ...]], ...]
+"""Of each operation: whether gradients are scaled, the bounds of each update, whether all are bounded together, and of
+each update the rule and the parts."""
 
-_Phase: TypeAlias = tuple[Plan, Sequence[Bound]]
-"""A plan, and what carries out each of its shares."""
+
+@frozen
+class _Phase:
+    """A plan and what carries out each of its shares; and before it, if the gradients are bounded by norms, these."""
+
+    plan: Plan
+    shares: Sequence[Bound]
+    norms: Norms | None
+    norm_shares: Sequence[Bound]
+
+    def set(self, operation: Apply, steps: Sequence[Given]) -> None:
+        """Let the next run make these steps."""
+        if self.norms is None:
+            factors: list[float] = []
+            if any(update.factor != 1 for update, _ in steps):
+                factors = [update.factor for update, _ in steps for part in update.dense for _ in part.ranges]
+            self.plan.set(steps, operation.weights, factors)
+            return
+        clippings = [Clipping.of(given) or UNBOUNDED for _, given in steps]
+        self.norms.set(clippings, [update for update, _ in steps], operation.weights)
+        if operation.global_clipnorm is not None:
+            self.norms.bound_together(operation.global_clipnorm, operation.clip_epsilon)
+        self.plan.set(steps, operation.weights)
 
 
 class Prepared:
@@ -56,25 +81,36 @@ class Prepared:
         stores = Stores(undo, lanes)
         #: What to carry out, in order.
         self.instructions: list[Instruction] = stores.begin()
-        #: What the helpers are handed: of each share the addresses of the function and of its words.
-        self._calls = [np.array([share.call for share in each[1]], np.int64) for each in operations if each is not None]
-        for phase, calls in enumerate(self._calls):
-            own, *others = calls
-            handed = list(zip(helpers[: len(others)], others, strict=True))
-            for lane in range(len(calls)):
+        # What the helpers are handed: of each share the addresses of the function and of its words.
+        self._calls: list[NDArray[np.int64]] = []
+        for phase, each in enumerate(each for each in operations if each is not None):
+            if each.norms is not None:  # they only read, so no word tells how far they are
+                self._together(each.norm_shares)
+                self._together([each.norms.find])
+            for lane in range(len(each.shares)):
                 self.instructions += stores.enter(phase, lane)
-            self.instructions += [(Op.HAND, helper.address, call.ctypes.data, 0) for helper, call in handed]
-            self.instructions.append((Op.CALL, *own.tolist(), 0))
-            self.instructions += [(Op.JOIN, helper.address, 0, 0) for helper, _ in handed]
+            self._together(each.shares)
             self.instructions += stores.close(phase)
         self.instructions += stores.end()
         self.set_ticket = stores.set_ticket
 
-    def set_numbers(self, steps: Sequence[Sequence[Given]], weights: Sequence[tuple[float, ...]]) -> None:
-        """Let the next run make these steps of each operation, with these weights."""
-        for operation, own, weight in zip(self._operations, steps, weights, strict=True):
-            if operation is not None:
-                operation[0].set(own, weight)
+    def _together(self, shares: Sequence[Bound]) -> None:
+        """Carry out all of these, those after the first by helpers."""
+        if not shares:
+            return
+        calls = np.array([share.call for share in shares], np.int64)
+        self._calls.append(calls)
+        own, *others = calls
+        handed = list(zip(self._kept[: len(others)], others, strict=True))
+        self.instructions += [(Op.HAND, helper.address, call.ctypes.data, 0) for helper, call in handed]
+        self.instructions.append((Op.CALL, *own.tolist(), 0))
+        self.instructions += [(Op.JOIN, helper.address, 0, 0) for helper, _ in handed]
+
+    def set_numbers(self, operations: Sequence[Apply], steps: Sequence[Sequence[Given]]) -> None:
+        """Let the next run make these steps of each operation."""
+        for phase, operation, own in zip(self._operations, operations, steps, strict=True):
+            if phase is not None:
+                phase.set(operation, own)
 
 
 class PreparedCommits:
@@ -93,50 +129,59 @@ class PreparedCommits:
 
     def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
         """See `Executor.prepare`."""
-        kind, steps, weights = [], [], []
+        kind, applies, steps = [], [], []
         for operation in operations:
-            if not isinstance(operation, Apply) or operation.global_clipnorm is not None:
+            if not isinstance(operation, Apply):
                 return None
             own: list[Given] = []
             is_scaled = bool(operation.weights)
             for update in operation.updates:
-                given = dict(update.hyperparameters)
-                if update.sparse or RULES[update.rule].direction is not None or Clipping.of(given) is not None:
+                if update.sparse or RULES[update.rule].direction is not None:
                     return None
                 if update.dense:
-                    own.append((update, given, update.factor))
+                    own.append((update, dict(update.hyperparameters)))
                     is_scaled |= update.factor != 1
-            kind.append((is_scaled, tuple([(update.rule, update.dense) for update, *_ in own])))
+            bounds = kinds_of([Clipping.of(given) for _, given in own]), operation.global_clipnorm is not None
+            kind.append((is_scaled, *bounds, tuple([(update.rule, update.dense) for update, _ in own])))
+            applies.append(operation)
             steps.append(own)
-            weights.append(operation.weights)
         key = tuple(kind)
         try:
             prepared = self._known[key]
         except KeyError:
             if len(self._known) >= _KEPT:
                 self._known.clear()
-            prepared = self._known[key] = self._made(steps, weights)
+            prepared = self._known[key] = self._made(applies, steps)
             return prepared
         if prepared is not None:
-            prepared.set_numbers(steps, weights)
+            prepared.set_numbers(applies, steps)
         return prepared
 
-    def _made(self, steps: Sequence[Sequence[Given]], weights: Sequence[tuple[float, ...]]) -> Prepared | None:
+    def _made(self, applies: Sequence[Apply], steps: Sequence[Sequence[Given]]) -> Prepared | None:
         parts = [part for own in steps for update, *_ in own for part in update.dense]
         elements = sum(last - first for part in parts for first, last in part.ranges)
         lanes = 1 if elements <= _ELEMENTS_OF_ONE_LANE else self._undo.limit
         operations: list[_Phase | None] = []
-        for own, weight in zip(steps, weights, strict=True):
-            if not own:
-                operations.append(None)
-                continue
-            plan = Plan([update for update, *_ in own], self._arrays, lanes)
-            plan.set(own, weight)
-            updates = [plan.update(share, self._undo.lane_outside(share)) for share in range(len(plan.shares))]
-            shares = [update for update in updates if isinstance(update, Bound)]
-            if len(shares) < len(updates):
+        for operation, own in zip(applies, steps, strict=True):
+            phase = self._phase(operation, own, lanes) if own else None
+            if own and phase is None:
                 return None
-            operations.append((plan, shares))
-        needed = max([len(phase[1]) for phase in operations if phase is not None], default=1) - 1
+            operations.append(phase)
+        phases = [phase for phase in operations if phase is not None]
+        needed = max([len(each) for phase in phases for each in (phase.shares, phase.norm_shares)], default=1) - 1
         self._helpers += [Helper() for _ in range(len(self._helpers), needed)]
         return Prepared(self._undo, lanes, operations, self._helpers[:needed])
+
+    def _phase(self, operation: Apply, steps: Sequence[Given], lanes: int) -> _Phase | None:
+        """An operation with these steps. None if it is not done by compiled code alone."""
+        updates, kinds = [update for update, _ in steps], kinds_of([Clipping.of(given) for _, given in steps])
+        is_bounded, norms = operation.global_clipnorm is not None, None
+        if is_bounded or any(of_each or of_all for _, of_each, of_all in kinds):
+            norms = Norms(updates, kinds, is_bounded, self._arrays, lanes)
+        plan = Plan(updates, self._arrays, lanes, None if norms is None else norms.factors)
+        norm_shares = [] if norms is None else [each for each in norms.shares if isinstance(each, Bound)]
+        phase = _Phase(plan, [], norms, norm_shares)
+        phase.set(operation, steps)
+        made = [plan.update(share, self._undo.lane_outside(share)) for share in range(len(plan.shares))]
+        shares = [update for update in made if isinstance(update, Bound)]
+        return with_changes(phase, shares=shares) if len(shares) == len(made) else None

@@ -106,7 +106,7 @@ class Table:
     @cached_property
     def _bound(self) -> BoundRows | None:
         # Compiled when an update first goes by rows. Updates of a rule that changes other rows, too, may never do that.
-        is_compiled = has_kernel(self._rule, self._parameters.dtype)
+        is_compiled = has_kernel(self._rule, self._parameters.dtype, is_sparse=True)
         return BoundRows(self._rule, self._parameters, self._slots) if is_compiled else None
 
     def apply(

@@ -10,8 +10,8 @@ import pytest
 from tests.server.compute.test_executor import Bytes, commit
 
 from cs_proto.arrays import array_of
-from cs_server.compute import executor
-from cs_server.compute.clipping import Clipping, square_of
+from cs_server.compute import norm_kernels, norms
+from cs_server.compute.clipping import Clipping, factors_together, square_of, square_reference
 from cs_server.events import Apply, Dense, Rows, Update
 
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": 0.0}
@@ -48,6 +48,68 @@ def test_squares_are_added_in_double_precision() -> None:
     assert square_of(np.zeros(0, np.float32)) == 0.0
 
 
+def in_order(values: np.ndarray) -> float:
+    """The squared norm by the definition: a plain loop over partial sums, whose halves are added."""
+    partial = [0.0] * norm_kernels.LANES
+    for place, value in enumerate(values.astype(float).tolist()):
+        partial[place % len(partial)] += value * value
+    while len(partial) > 1:
+        half = len(partial) // 2
+        partial = [low + high for low, high in zip(partial[:half], partial[half:], strict=True)]
+    return partial[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 47, 5000])
+def test_squares_are_added_in_one_order(count: int, dtype: str) -> None:
+    values = np.random.default_rng(count).standard_normal(count).astype(dtype)
+    assert square_of(values) == square_reference(values) == in_order(values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("weights", "limit"), [((1.0, 1.0), math.inf), ((0.5, 0.0), 0.75), ((0.0, 0.0), 1.0)])
+def test_compiled_squares_are_those_of_the_weighted_and_bounded_sum(
+    weights: tuple[float, ...], limit: float, dtype: str
+) -> None:
+    random = np.random.default_rng(1)
+    gradients = [random.standard_normal(200).astype(dtype) for _ in weights]
+    if not weights[1]:
+        gradients[1][:] = np.nan  # it is left out
+    places, found = np.array([[3, 4], [4, 60], [60, 60], [61, 200]]), np.full(4, -1.0)
+    addresses = np.array([each.ctypes.data for each in gradients], np.int64)
+    given = addresses, np.array(weights, dtype), np.full(1, limit, dtype), places, found
+    norm_kernels.squares(np.dtype(dtype))(*given)()
+    clipping = Clipping(limit, None, None)
+    totals = [clipping.total(gradients, slice(*place), weights) for place in places.tolist()]
+    assert found.tolist() == [square_reference(total) for total in totals]
+
+
+SQUARES = [0.0, 1e-300, 0.3, 7.0, 16.0, 1e308, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("common", [None, (0.0, 0.0), (0.7, 1e-6), (1e9, 0.0)])
+@pytest.mark.parametrize("seed", range(20))
+def test_compiled_factors_are_those_of_python(seed: int, common: tuple[float, float] | None) -> None:
+    random = np.random.default_rng(seed)
+    last = len(SQUARES) if seed % 2 else 5  # every other time all are finite
+    clippings = [Clipping(None, None, None), Clipping(None, 0.5, None), Clipping(None, None, 2.0)]
+    clippings += [Clipping(None, 0.0, None), Clipping(None, None, 0.0)]
+    squares = [[SQUARES[which] for which in random.integers(0, last, 3)] for _ in clippings]
+    kinds = (norm_kernels.NO_BOUND, *(norm_kernels.OF_EACH, norm_kernels.OF_ALL) * 2)
+    groups, bounds = [], []
+    for number, (clipping, kind) in enumerate(zip(clippings, kinds, strict=True)):
+        ends = range(3 * number + 1, 3 * number + 4) if kind == norm_kernels.OF_EACH else [3 * number + 3]
+        groups += [(end, kind) for end in ends]
+        bounds += [clipping.clipnorm or clipping.global_clipnorm or 0.0] * len(ends)
+    found, others = np.empty(15), random.random(15)
+    arrays = (np.array(squares).reshape(-1), np.arange(1, 16), np.array(groups), np.array(bounds), others)
+    norm_kernels.factors()(*arrays, np.array(common or ()), found)()
+    own, shared = factors_together(clippings, squares, *(common or (None, 0.0)))
+    expected = np.array([factor * shared for factors in own for factor in factors]) * others
+    expected[np.isnan(expected)] = math.nan
+    assert found.tobytes() == expected.tobytes()
+
+
 def step(threads: int, **bounds: float) -> list[np.ndarray]:
     """One step on variables of two dtypes and a table; what the gradients were bounded to."""
     random = np.random.default_rng(3)
@@ -71,16 +133,16 @@ def step(threads: int, **bounds: float) -> list[np.ndarray]:
     ids=str,
 )
 def test_a_step_is_bounded_as_its_whole_gradient_is(bounds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "_PIECE", 700)
+    monkeypatch.setattr(norms, "_PIECE", 700)
     totals = step(1)
     limit = bounds.get("clipvalue", np.inf)
     totals = [np.clip(total, -limit, limit) for total in totals]
-    norms = [math.sqrt(square_of(total)) for total in totals]
+    lengths = [math.sqrt(square_of(total)) for total in totals]
     if "global_clipnorm" in bounds:
-        scale = bounds["global_clipnorm"] / max(math.hypot(*norms), bounds["global_clipnorm"])
+        scale = bounds["global_clipnorm"] / max(math.hypot(*lengths), bounds["global_clipnorm"])
         totals = [total * scale for total in totals]
     if "clipnorm" in bounds:
-        totals = [t * bounds["clipnorm"] / max(n, bounds["clipnorm"]) for t, n in zip(totals, norms, strict=True)]
+        totals = [t * bounds["clipnorm"] / max(n, bounds["clipnorm"]) for t, n in zip(totals, lengths, strict=True)]
     found = step(1, **bounds)
     for one, expected, threaded in zip(found, totals, step(3, **bounds), strict=True):
         np.testing.assert_allclose(one, expected, rtol=2e-6)

@@ -141,12 +141,15 @@ def test_updates_in_turn_have_the_bits_of_one_after_the_other(dtype: str, is_sca
     scale = (0.5, 2.0, 0.25) if is_scaled else ()
     ranges = [np.array([[0, 300], [400, 401]]), np.array([[401, 1000]])]
     numbers = [kernels.UpdateNumbers(RULES[name], parameters.dtype, 2) for name in ("adagrad", "sgd")]
-    first = kernels.BoundRanges(numbers[0], ranges[0], parameters, slots, gradients)
-    second = kernels.BoundRanges(numbers[1], ranges[1], parameters, (), gradients)
+    values = np.array([0.25, 9.0])
+    factors = [kernels.Factors(values, np.zeros(len(each), np.int64)) for each in ranges]
+    first = kernels.BoundRanges(numbers[0], ranges[0], parameters, slots, gradients, factors=factors[0])
+    second = kernels.BoundRanges(numbers[1], ranges[1], parameters, (), gradients, factors=factors[1])
     run = kernels.in_turn([bound.update(is_scaled) for bound in (first, second)])
     for t in (1, 2, 3):
         for each in numbers:
-            each.set(HYPERPARAMETERS | {"learning_rate": 0.1 * t}, t, scale)
+            each.set(HYPERPARAMETERS | {"learning_rate": 0.1 * t}, t)
+            each.bound(scale[:-1])
         run()
         for rule, own, places in ((RULES["adagrad"], expected_slots, ranges[0]), (RULES["sgd"], (), ranges[1])):
             for start, stop in places.tolist():
@@ -161,7 +164,7 @@ def test_updates_in_turn_have_the_bits_of_one_after_the_other(dtype: str, is_sca
 def test_a_kernel_that_fails_ends_the_updates_in_turn() -> None:
     parameters, gradient = np.zeros(4), np.ones(4)
     numbers = kernels.UpdateNumbers(RULES["sgd"], parameters.dtype, 1)
-    numbers.set(HYPERPARAMETERS | {"learning_rate": 1.0}, 1, ())
+    numbers.set(HYPERPARAMETERS | {"learning_rate": 1.0}, 1)
     updates = [
         kernels.BoundRanges(numbers, np.array([[at, at + 1]]), parameters, (), (gradient,)).update(is_scaled=False)
         for at in range(3)

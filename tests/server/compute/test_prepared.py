@@ -28,7 +28,7 @@ from tests.server.compute.test_undo import (
 from cs_proto.arrays import array_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
-from cs_server.compute import kernels, plans, prepared
+from cs_server.compute import kernels, norms, plans, prepared
 from cs_server.compute.executor import Executor
 from cs_server.compute.object_loader import Bound
 from cs_server.compute.prepared import Prepared
@@ -131,6 +131,57 @@ def several() -> tuple[Bytes, tuple[Operation, ...]]:
     return memory, (together, Apply((with_changes(last, factor=0.3),)), Apply(()))
 
 
+def bounded(
+    bounds: tuple[dict[str, float], ...] = ({"clipnorm": 0.5}, {"global_clipnorm": 2.0}, {"clipvalue": 0.25}),
+    common: tuple[float | None, float] = (1.5, 1e-6),
+) -> tuple[Bytes, tuple[Operation, ...]]:
+    """As `several`, where each optimizer has bounds of its own, and those of the first operation one for all."""
+    memory, (first, second, *others) = several()
+    assert isinstance(first, Apply)
+    assert isinstance(second, Apply)
+
+    def with_bounds(apply: Apply, own: Sequence[dict[str, float]]) -> Apply:
+        updates = zip(apply.updates, own, strict=True)
+        changes = [with_changes(u, hyperparameters=(*u.hyperparameters, *given.items())) for u, given in updates]
+        return with_changes(apply, updates=tuple(changes))
+
+    first = with_bounds(first, bounds[: len(first.updates)])
+    second = with_bounds(second, bounds[len(first.updates) :])
+    return memory, (with_changes(first, global_clipnorm=common[0], clip_epsilon=common[1]), second, *others)
+
+
+BOUNDS = {
+    "of all": (({}, {}, {}), (1.5, 1e-6)),
+    "of each optimizer": (({"clipnorm": 0.5}, {"global_clipnorm": 2.0}, {"clipvalue": 0.25}), (None, 0.0)),
+    "of both": (
+        ({"clipnorm": 0.5, "clipvalue": 1.0}, {"clipvalue": 0.5, "global_clipnorm": 2.0}, {"clipnorm": 0.1}),
+        (0.5, 0.0),
+    ),
+    "of zero": (({"clipnorm": 0.0}, {"clipvalue": 0.0}, {"global_clipnorm": 0.0}), (0.0, 0.0)),
+}
+
+
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("value", [None, np.nan, np.inf])
+@pytest.mark.parametrize("which", BOUNDS)
+def test_bounded_gradients(which: str, value: float | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_PIECE", 40)
+
+    def make() -> tuple[Bytes, tuple[Operation, ...]]:
+        memory, operations = bounded(*BOUNDS[which])
+        if value is not None:
+            memory.segments["g0"][60] = value
+        return memory, operations
+
+    twins = Twins(make, threads=threads)
+    first = twins.step()
+    operations = next_of(twins.operations)
+    assert twins.step(operations) is first
+    assert twins.step(next_of(operations)) is first
+    twins.close()
+
+
 @pytest.mark.parametrize("dtype", kernels.KERNEL_DTYPES)
 @pytest.mark.parametrize("rule", COMPILED)
 def test_every_compiled_rule(rule: str, dtype: str) -> None:
@@ -206,15 +257,12 @@ def test_what_is_not_prepared() -> None:
     assert isinstance(first, Apply)
     add = Write(at("w", 40, np.empty(7, np.float32)), "assign_add", None, (array_of(np.ones(7, np.float32)),))
     assert isinstance(rows, Apply)
-    given = first.updates[0].hyperparameters
     of_halves = Dense("float16", ((0, 200),), "half", ("m_half", "v_half"), ("g_half",))
     for not_prepared in (
         (add,),
         (first, add),
         (Fill("w", "float32", 0, 3, 0.5), first),
-        (with_changes(first, global_clipnorm=1.0),),
-        changed(operations, hyperparameters=(*given, ("clipvalue", 0.5))),
-        changed(operations, hyperparameters=(*given, ("clipnorm", 0.5))),
+        (with_changes(first, global_clipnorm=1.0), rows),
         changed(operations, sparse=rows.updates[0].sparse),
         (first, rows),
         changed(operations, rule="lamb"),
@@ -300,7 +348,7 @@ def run_until(server: Server, command: Commit, left: int | None) -> int:
 
 
 @pytest.mark.parametrize("elements_of_one_lane", [1 << 19, 0])
-@pytest.mark.parametrize("make", [lambda: dense("adam", "float32"), lambda: dense("sgd", "float64"), several])
+@pytest.mark.parametrize("make", [lambda: dense("adam", "float32"), lambda: dense("sgd", "float64"), several, bounded])
 def test_cut_anywhere_it_is_ended_by_the_next_server(
     make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], elements_of_one_lane: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,10 +387,11 @@ def test_cut_anywhere_it_is_ended_by_the_next_server(
         following.set_ticket(8)  # and what was ended so leaves nothing behind
 
 
-def test_cut_after_every_instruction_of_compiled_code() -> None:
-    for count in range(3 + 2 * 5):
-        memory, operations = several()
-        twin, _ = several()
+@pytest.mark.parametrize("make", [several, bounded])
+def test_cut_after_every_instruction_of_compiled_code(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]]) -> None:
+    for count in range(3 + 2 * 5 + (3 if make is bounded else 0)):
+        memory, operations = make()
+        twin, _ = make()
         Executor(twin, 1).commit(Commit(7, operations))
         server = Server(memory, 1)
         first = prepared_of(Executor(memory, 1, undo=server.undo), operations)

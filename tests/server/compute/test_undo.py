@@ -147,7 +147,7 @@ class InPython:
                     loop = jit.rowwise(jit.squares(rule.row), piece) if rule.row is not None else jit.sparse(piece)
                     loop(*where, memory, *given[7:last], written, tuple(numbers), chunk, progress, area, scratch)
                 else:
-                    loop = jit.dense(piece)
+                    loop = jit.dense(piece, dtype)
                     loop(*given[:last], written, tuple(numbers), len(scratch) // 2, progress, area, scratch)
 
             return run
@@ -179,9 +179,9 @@ def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> A
     return total, last
 
 
-def sums(addresses: Any, like: Any, scale: Any, scratch: Any, start: int, stop: int) -> Any:
+def sums(addresses: Any, like: Any, scale: Any, factor: Any, scratch: Any, start: int, stop: int) -> Any:
     gradients = [elements(address, like, like.size)[start:stop] for address in addresses]
-    total = summed(gradients, scale[:-1].tolist(), like.dtype) * scale[-1]
+    total = np.clip(summed(gradients, scale[:-1].tolist(), like.dtype), -scale[-1], scale[-1]) * factor
     return np.full(stop - start, -0.0, like.dtype), total
 
 
