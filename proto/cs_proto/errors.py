@@ -20,6 +20,7 @@
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
     ├── ReplicaLostError         (RuntimeError)  a process died during a run; says which updates stand
     ├── VariableWrittenError     (RuntimeError)  something wrote in place to a variable; names it and since when
+    ├── NumericsError            (FloatingPointError)  a gradient is not finite; names variable, index, step, replica
     ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
     ├── NoAnswerError            (TimeoutError)  a service did not answer an observer in time
     ├── CheckpointError          (ValueError)    a checkpoint that cannot be read or does not fit; names the entry
@@ -65,6 +66,7 @@ __all__ = [
     "NoAnswerError",
     "NotADatasetError",
     "NotATensorError",
+    "NumericsError",
     "OutOfRangeError",
     "PeerProtocolError",
     "ProtocolError",
@@ -172,6 +174,12 @@ class VariableWrittenError(CentralStorageError, RuntimeError):
     """A replica function, or native code that it called, wrote in place to memory in which it reads a variable. The
     write changed no other process and has been undone. The message names the variable, says since which run numbers
     may be wrong, and gives the remedy."""
+
+
+class NumericsError(CentralStorageError, FloatingPointError):
+    """A gradient has a number that is not finite, or so large that the sum over the replicas may overflow, and the
+    strategy checks for that. The message names the variable, the first index, the value, the step and the replica.
+    Nothing of the apply was done, and the next run works."""
 
 
 class ShutdownError(CentralStorageError, RuntimeError):
@@ -312,6 +320,7 @@ _OURS = (
     StructureMismatchError,
     ReplicaLostError,
     VariableWrittenError,
+    NumericsError,
     ShutdownError,
     NoAnswerError,
     CheckpointError,

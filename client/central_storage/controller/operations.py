@@ -22,7 +22,7 @@ from cs_proto import messages, segment_names
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ReplicaLostError, ShutdownError
-from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
+from cs_proto.messages import AssignOp, Counters, NumericsCheck, Serving, VariableSpec, WriteOp
 from cs_proto.records import replace
 from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import aligned_copy
@@ -71,6 +71,15 @@ class ServiceLink:
         self.compute_devices: tuple[str, ...] = ()
         #: Called once, when the service has been let go of.
         self.after_close: Callable[[], None] = _nothing
+
+    @property
+    def check_numerics(self) -> NumericsCheck:
+        """What the replicas do about gradients that are not finite, in the runs that follow."""
+        return self._runs.check_numerics
+
+    @check_numerics.setter
+    def check_numerics(self, check: NumericsCheck) -> None:
+        self._runs.check_numerics = check
 
     @property
     def ended(self) -> str | None:

@@ -26,7 +26,7 @@ from central_storage.pickling.function import Function, Pickled, Pickles, drop_s
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
-from cs_proto.messages import OptimizerChange, Run
+from cs_proto.messages import NumericsCheck, OptimizerChange, Run
 from cs_proto.records import Frame
 
 from .session import Session
@@ -46,6 +46,8 @@ class Runs:
         """``forget`` is told when nobody needs a frozen function any more, in any thread and at any time."""
         self._session = session
         self.seed = seed
+        #: What the replicas do about gradients that are not finite.
+        self.check_numerics: NumericsCheck = "off"
         self._warned: set[object] = set()
         self._forget = forget
         self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
@@ -99,6 +101,7 @@ class Runs:
                     held=session.results[replica].held(),
                     name=name,
                     changes=new,
+                    check_numerics=self.check_numerics,
                 )
             )
         session.carry_out(core.begin_run(series, beginning, said, data, pickles))

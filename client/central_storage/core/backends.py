@@ -17,7 +17,7 @@ import numpy as np
 
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.errors import ShutdownError
-from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.messages import AssignOp, Counters, NumericsCheck, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .handles import Handle
 from .made_in_replicas import MadeInReplicas
@@ -318,7 +318,9 @@ class ControllerBackend(_Catalogue, Protocol):
 
 
 class ServiceBackend(ControllerBackend, Protocol):
-    """A script's own link to its service."""
+    """A script's own link to its service. ``check_numerics`` holds for the runs that follow."""
+
+    check_numerics: NumericsCheck
 
     def resolve_handles(
         self,

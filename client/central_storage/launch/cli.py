@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+from central_storage.core.check_numerics import CHECKS, check_of
+from central_storage.core.check_numerics import ENVIRONMENT as CHECK
 from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
@@ -81,6 +83,7 @@ environment:
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
   CS_ERROR_FILE                  as --error-file; also for a script that runs without cs-launch
   CS_TIMELINE                    as --timeline; also for a script that runs without cs-launch
+  CS_CHECK_NUMERICS              as --check-numerics; also for a script that runs without cs-launch and names none
   CS_TIMES=off                   keep no step times, which profiles and timelines need (default: on)
   CS_MAILBOXES                   as --mailboxes; also for a script that runs without cs-launch
   OMP_NUM_THREADS and similar    if set, they are respected; otherwise the workers share the processors
@@ -187,6 +190,8 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """What the script gets, but for what the plan adds."""
     named = {} if options.timeline is None else {"CS_TIMELINE": os.path.abspath(options.timeline)}
+    if options.check_numerics is not None:
+        named[CHECK] = options.check_numerics
     return {**os.environ, **named}
 
 
@@ -327,6 +332,11 @@ def _check(options: argparse.Namespace) -> None:
             f"--timeline is recorded by a script, and --{modes[0]} runs none; set CS_TIMELINE where the script runs"
         )
     _check_metrics(options, modes)
+    if modes and options.check_numerics is not None:
+        raise ConfigurationError(
+            f"--check-numerics is said by a script, and --{modes[0]} runs none; set {CHECK} where the script runs"
+        )
+    check_of(None)  # CS_CHECK_NUMERICS
     is_on()  # CS_TIMES
     _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= MOST_REPLICAS:
@@ -532,6 +542,12 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="replace a server that dies, without losing an update; this makes large dense updates slower "
         "(default: on)",
+    )
+    parser.add_argument(
+        "--check-numerics",
+        choices=CHECKS,
+        help="look for numbers in gradients that are not finite; warn: log a warning; raise: raise NumericsError before "
+        "the update (default: CS_CHECK_NUMERICS, or what the script names, or off)",
     )
 
 

@@ -14,6 +14,7 @@ from weakref import finalize, ref
 
 from central_storage.core import context, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
+from central_storage.core.check_numerics import check_of
 from central_storage.core.composites import Composite
 from central_storage.core.devices import device_names, logical_devices
 from central_storage.core.handles import Handle, HandleTable, handle_id, weakly
@@ -31,7 +32,7 @@ from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
-from cs_proto.messages import Counters
+from cs_proto.messages import Counters, NumericsCheck
 
 from . import running
 from .base import StrategyBase
@@ -73,6 +74,9 @@ class CentralStorageStrategy(StrategyBase, Handle):
             ``in_process``; under ``cs-launch`` the launcher's option counts.
         max_restarts: The number of restarts in all. Ignored with ``in_process``; under ``cs-launch`` the launcher's
             option counts.
+        check_numerics: ``"warn"`` or ``"raise"``: each replica looks for numbers in its gradients that are not finite,
+            and logs a warning, or raises NumericsError before the update. None: the environment variable
+            ``CS_CHECK_NUMERICS``, else ``"off"``. An option of ``cs-launch`` counts instead.
 
     Raises:
         DeviceError: A device does not exist (a ValueError).
@@ -109,6 +113,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         step_timeout: float | None = None,
         server_recovery: bool = True,
         max_restarts: int = 3,
+        check_numerics: NumericsCheck | None = None,
     ) -> None:
         if context.is_worker():
             raise ContextError(
@@ -124,7 +129,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ConfigurationError(
                 f"start_timeout must be a number of seconds, more than 0 and less than 1e6, not {start_timeout!r}"
             )
-        recovery = Recovery(max_restarts, server_recovery, step_timeout)
+        recovery, check = Recovery(max_restarts, server_recovery, step_timeout), check_of(check_numerics)
         backend = opening.open_service(
             compute_devices,
             parameter_device,
@@ -134,6 +139,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             recovery=recovery,
         )
         try:
+            backend.check_numerics = check
             self._init(backend, backend.compute_devices, backend.parameter_device)
             backend.resolve_handles(
                 weakly(self.object_for),

@@ -25,7 +25,20 @@ from .points import (
     ReadPoint,
     ReducePoint,
 )
-from .shared import Error, Incarnation, Lookahead, Number, OfRun, OfStep, Replica, RunId, Value, Variable, Worker
+from .shared import (
+    Error,
+    Incarnation,
+    Lookahead,
+    Number,
+    NumericsCheck,
+    OfRun,
+    OfStep,
+    Replica,
+    RunId,
+    Value,
+    Variable,
+    Worker,
+)
 
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -57,7 +70,8 @@ class Run(OfStep):
     A step of a ``series`` may be sent while up to ``lookahead`` earlier steps are not over; it begins when the step
     before it is over. ``held`` lists the ranges of bytes in the worker's arena in which the script still holds results:
     whole pages in ascending order. ``changes`` are hyperparameters that hold from this run on. The replicas hand them
-    to the server, which takes them over once, with the first message of the run.
+    to the server, which takes them over once, with the first message of the run. ``check_numerics``: the replica looks
+    for gradients that are not finite, and logs a warning or raises NumericsError.
     """
 
     run: RunId
@@ -74,6 +88,7 @@ class Run(OfStep):
     held: tuple[tuple[Count, Count], ...] = ()
     name: str = ""
     changes: tuple[OptimizerChange, ...] = ()
+    check_numerics: NumericsCheck = "off"
 
     @property
     def part(self) -> tuple[int, int]:

@@ -28,6 +28,8 @@ RunId = tuple[Count, ...]
 
 Role = Literal["server", "worker", "controller", "observer", "script"]
 ReduceOpName = Literal["SUM", "MEAN"]
+#: What a replica does about gradients that are not finite.
+NumericsCheck = Literal["off", "warn", "raise"]
 AssignOp = Literal["assign", "assign_add", "assign_sub"]
 WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"]
 

@@ -54,6 +54,7 @@ class _HeldToken:
         self.seed = run.seed
         self.name = run.name
         self.step = run.step
+        self.check_numerics = run.check_numerics
         self.runs = 0
         self.sequence = 0
 
@@ -339,6 +340,7 @@ class MergeController:
                 shared,
                 buffers,
                 name=token.name,
+                check_numerics=token.check_numerics,
             )
             records.append(record)
             if worker.replica != self._config.replica:

@@ -36,6 +36,7 @@ from cs_worker.devices.device import place
 from cs_worker.session.core import path_text
 
 from .gradients import GradientBuffers
+from .numerics import numerics_of
 from .outgoing import FRAMES, Placing, raised_error
 from .worker_context import WorkerContext
 
@@ -92,6 +93,7 @@ class Replica:
         self.buffers: GradientBuffers = GradientBuffers(
             shop.catalogue, shop.device, None if outer is None else outer.buffers
         )
+        self._numerics = numerics_of(shop, run)
         # The variables that this replica has written since the last commit that it knows of.
         self._written: frozenset[int] = frozenset()
         self._stepped: set[int] = set()
@@ -231,6 +233,8 @@ class Replica:
         self._refuse_after_failure()
         dense = [pair for group in groups for pair in group.dense]
         buffers = self.buffers.fill(dense, self._commit) if dense else 0
+        if self._numerics is not None:
+            self._numerics.look(groups, buffers, combining.weight, site)
         named = []
         for optimizer, pairs, triples in groups:
             triples = sorted(triples, key=operator.itemgetter(2))
@@ -265,6 +269,8 @@ class Replica:
         if not self.buffers.are_handed_out(gradients, numbers):
             return False
         self._refuse_after_failure()
+        if self._numerics is not None:
+            self._numerics.look_at_buffers(numbers, self.buffers.current, combining.weight, site)
         known, key = self._shop.applies, (self.count, site, counts, numbers, self.buffers.current, combining)
         point = known.get(key)
         if point is None:
@@ -405,6 +411,8 @@ class Replica:
         if value is None or not shop.conversation.mark_return(self._sent, self._notes, self.count, value):
             self._send_return(value, error)
         failpoint("worker.returned")
+        if self._numerics is not None:
+            self._numerics.look_late()
 
     # --- how it is done -----------------------------------------------------------------------------------------
 
@@ -473,6 +481,8 @@ class Replica:
         )
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
+        if self._numerics is not None:
+            self._numerics.look_late()
         self._notes.clear()
         if not isinstance(point, messages.ReadPoint):
             self.count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ class WorkerContext:
     variable_sets: dict[tuple[int, tuple[int, ...]], OptimizerUpdate] = field(default_factory=dict)
     #: The applies of earlier runs, by all that they are made of: the same come again in every step.
     applies: dict[tuple[object, ...], ApplyPoint] = field(default_factory=dict)
+    #: In how many applies the gradient of each variable was not finite, as far as that is warned of.
+    bad_gradients: Counter[int] = field(default_factory=Counter)
 
     def forget(self, freed: Forget) -> None:
         """Forget what the server has freed, and learn the names that changed by it."""
@@ -47,6 +50,8 @@ class WorkerContext:
         for optimizer, numbers in list(self.variable_sets):
             if optimizer in freed.optimizers or not set(freed.variables).isdisjoint(numbers):
                 del self.variable_sets[optimizer, numbers]
+        for number in freed.variables:
+            del self.bad_gradients[number]
         self.catalogue.forget(freed.variables, freed.optimizers)
         for number, name in freed.renamed:
             self.catalogue.rename(number, name)

@@ -1,0 +1,92 @@
+"""Finds the first number of an array that is not finite, or that is too large to be added up.
+
+One pass over memory says of nearly every array that there is none. Only the others are looked at number by number.
+This module knows arrays of NumPy and of CuPy, and no variables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Bad", "are_fine_on_device", "first_bad", "is_fine", "limit_of"]
+
+# Elements that are looked at in one go: what NumPy makes of them stays in the cache.
+_PIECE = 1 << 16
+
+
+class Bad(NamedTuple):
+    """The first bad number of an array in C order."""
+
+    index: tuple[int, ...]
+    value: complex
+
+
+def limit_of(dtype: np.dtype[Any], replicas: int, weight: float = 1.0, rows: int = 1) -> float:
+    """The largest magnitude of gradients of which the sum over the replicas, each times its ``weight``, is certainly
+    finite. ``rows``: so many numbers of one replica may fall on one place. Infinity: the gradient is left out of the
+    sum, because its weight is 0 in this dtype, so nothing of it is bad.
+
+    >>> limit_of(np.dtype("float32"), 2) == np.finfo("float32").max / 2
+    True
+    """
+    own = np.finfo(dtype)
+    added = np.finfo(np.float32) if dtype == np.float16 else own  # the server adds up halves in single precision
+    if not added.dtype.type(weight):
+        return math.inf
+    return min(float(own.max), float(added.max) / max(1, rows) / replicas / weight)
+
+
+def is_fine(values: np.ndarray, limit: float) -> bool:
+    """Whether no number of the array is bad, as far as one pass tells: False means that it has to be looked at. NumPy's
+    warnings are the caller's to switch off.
+
+    >>> is_fine(np.float32([1, 2]), 1e38), is_fine(np.float32([1, np.nan]), 1e38), is_fine(np.float32([1e30]), 1e38)
+    (True, False, False)
+    """
+    flat = _parts(values)
+    if flat.dtype == np.float16:
+        pieces = (flat[first : first + _PIECE] for first in range(0, flat.size, _PIECE))
+        return limit >= np.finfo(np.float16).max and all(np.isfinite(piece).all() for piece in pieces)
+    # The rounded sum of squares is not smaller than any of them, and NaN stays: nothing reads memory faster.
+    largest = min(limit * limit, float(np.finfo(flat.dtype).max))
+    return bool(np.dot(flat, flat) <= largest)
+
+
+def first_bad(values: np.ndarray, limit: float) -> Bad | None:
+    """The first number, in C order, that is not finite or of a magnitude over ``limit``; None if there is none. Of a
+    complex number both parts count.
+
+    >>> first_bad(np.float32([[1, 2], [np.inf, np.nan]]), 1e38)
+    Bad(index=(1, 0), value=inf)
+    """
+    flat = values.reshape(-1)
+    for first in range(0, flat.size, _PIECE):
+        piece = flat[first : first + _PIECE]
+        is_bad = ~(np.abs(_parts(piece)) <= limit)
+        if is_bad.any():
+            place = first + int(np.argmax(is_bad)) // (2 if flat.dtype.kind == "c" else 1)
+            return Bad(tuple(map(int, np.unravel_index(place, values.shape))), flat[place].item())
+    return None
+
+
+def are_fine_on_device(module: ModuleType, arrays: Sequence[tuple[Any, float]]) -> bool:
+    """Whether no number of these arrays of a device is bad, each with its limit. One number is copied to the host."""
+    found = [
+        (module.abs(part) <= limit).all()
+        for array, limit in arrays
+        for part in ((array.real, array.imag) if array.dtype.kind == "c" else (array,))
+    ]
+    return not found or bool(module.stack(found).all())
+
+
+def _parts(values: np.ndarray) -> np.ndarray:
+    """The real numbers of an array in one row; a copy where they do not lie so."""
+    flat = values.reshape(-1)
+    if flat.dtype.kind != "c":
+        return flat
+    return np.ascontiguousarray(flat).view(flat.real.dtype)

@@ -1,0 +1,165 @@
+"""Looks for numbers in the gradients of a replica that are not finite, if the run asks for it.
+
+``raise`` looks before the apply is noted, so nothing of it can be committed. ``warn`` looks at dense gradients when the
+server has the message that brings them, so the server computes meanwhile. A number that is so large that the sum over
+the replicas may overflow counts, too: then the server has nothing to look at.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from central_storage.core.backends import Group
+from cs_proto.errors import NumericsError
+from cs_proto.messages import Run
+
+from .finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
+from .worker_context import WorkerContext
+
+__all__ = ["Numerics", "numerics_of"]
+
+_log = logging.getLogger("central_storage.worker")
+
+_REMEDY = (
+    "find the operation that makes it, lower the learning rate, or bound the loss and what it is computed from (no clip "
+    "helps: it bounds finite numbers); to leave out such steps, catch NumericsError around the run and go on"
+)
+
+
+class _Found(NamedTuple):
+    """The first bad number in the gradient of a variable, at the variable's index."""
+
+    number: int
+    dtype: np.dtype[Any]
+    bad: Bad
+
+
+class _Dense(NamedTuple):
+    """Gradients that lie in a set of buffers."""
+
+    numbers: tuple[int, ...]
+    buffers: int
+    weight: float
+    site: str
+
+
+def numerics_of(shop: WorkerContext, run: Run) -> Numerics | None:
+    """What looks at the gradients of ``run``; None if nothing does."""
+    return None if run.check_numerics == "off" else Numerics(shop, run)
+
+
+class Numerics:
+    """The look at the gradients of one replica in one run."""
+
+    def __init__(self, shop: WorkerContext, run: Run) -> None:
+        self._shop = shop
+        self._run = run
+        self._raises = run.check_numerics == "raise"
+        self._late: list[_Dense] = []
+
+    def look(self, groups: Sequence[Group], buffers: int, weight: float, site: str) -> None:
+        """Look at the gradients of an apply, of which the dense ones have been brought into a set of buffers. With
+        ``raise``, raises NumericsError for the first bad number."""
+        rows = [triple for group in groups for triple in group.sparse]
+        pairs = [pair for group in groups for pair in group.dense]
+        if not self._shop.device.is_host:
+            self._report(self._looked_at(pairs, rows, weight), site)
+            return
+        if pairs:
+            self.look_at_buffers(tuple([number for _, number in pairs]), buffers, weight, site)
+        if rows:
+            self._report(self._looked_at([], rows, weight), site)
+
+    def look_at_buffers(self, numbers: tuple[int, ...], buffers: int, weight: float, site: str) -> None:
+        """As :meth:`look`, at gradients on a CPU that lie in their places."""
+        dense = _Dense(numbers, buffers, weight, site)
+        if self._raises:
+            self._report(self._in_buffers(dense), site)
+        else:
+            self._late.append(dense)
+
+    def look_late(self) -> None:
+        """Look at what has been left for later. The server has been sent the applies, and only reads the buffers."""
+        late, self._late = self._late, []
+        for dense in late:
+            self._report(self._in_buffers(dense), dense.site)
+
+    def _in_buffers(self, dense: _Dense) -> Iterator[_Found]:
+        catalogue, numbers, buffers = self._shop.catalogue, dense.numbers, dense.buffers
+        with np.errstate(all="ignore"):
+            spans = catalogue.gradient_spans(numbers, buffers)
+            if all(is_fine(span, self._limit(span.dtype, dense.weight)) for span in spans):
+                return
+            is_found = False
+            for number, place in zip(numbers, catalogue.gradients(numbers, buffers), strict=True):
+                for found in self._in_array(number, place, self._limit(place.dtype, dense.weight)):
+                    is_found = True
+                    yield found
+            if not is_found:  # it was what lies between them
+                catalogue.divide_spans(numbers, buffers)
+
+    def _looked_at(
+        self, pairs: Iterable[tuple[Any, int]], rows: Iterable[tuple[Any, Any, int]], weight: float
+    ) -> Iterator[_Found]:
+        """What is found in arrays as the user gave them, on the host or on the device."""
+        given = [(array, number, None, self._limit(array.dtype, weight)) for array, number in pairs]
+        given += [
+            (values, number, indices, self._limit(values.dtype, weight, len(indices)))
+            for values, indices, number in rows
+        ]
+        there = [(array, limit) for array, _, _, limit in given if not isinstance(array, np.ndarray) and limit < math.inf]
+        is_fine_there = not there or are_fine_on_device(self._shop.device.array_module, there)
+        with np.errstate(all="ignore"):
+            for array, number, indices, limit in given:
+                is_here = isinstance(array, np.ndarray)
+                if not is_here and is_fine_there:
+                    continue
+                for found in self._in_array(number, array if is_here else array.get(), limit):
+                    place, value = found.bad
+                    if indices is not None:
+                        place = (int(indices[place[0]]), *place[1:])
+                    yield found._replace(bad=Bad(place, value))
+
+    def _limit(self, dtype: np.dtype[Any], weight: float, rows: int = 1) -> float:
+        return limit_of(dtype, self._shop.replicas, weight, rows)
+
+    def _in_array(self, number: int, values: np.ndarray, limit: float) -> Iterator[_Found]:
+        if limit < math.inf and not is_fine(values, limit) and (bad := first_bad(values, limit)) is not None:
+            yield _Found(number, values.dtype, bad)
+
+    def _report(self, found: Iterable[_Found], site: str) -> None:
+        """Raise NumericsError for the first one, or log a line: of a variable when it comes for the first, tenth,
+        hundredth time and so on; of several one, with their count."""
+        counts, named = self._shop.bad_gradients, []
+        for each in found:
+            if self._raises:
+                raise NumericsError(f"{self._said(each, site)}. Nothing of this update was applied; {_REMEDY}")
+            counts[each.number] += 1
+            if _is_power_of_ten(counts[each.number]):
+                named.append(each)
+        if named:
+            times = counts[named[0].number]
+            again = f"; so it was {times} times" if times > 1 else ""
+            others = f"; so are those of {len(named) - 1} more variables" if len(named) > 1 else ""
+            _log.warning("%s%s%s; the update was applied", self._said(named[0], site), others, again)
+
+    def _said(self, found: _Found, site: str) -> str:
+        index, value = found.bad
+        at = f" at {list(index)}" if index else ""
+        too_large = ""
+        if np.isfinite(value):
+            too_large = f", so the sum over {self._shop.replicas} replicas may exceed the largest {found.dtype}"
+        run, name = self._run, self._shop.catalogue.name(found.number)
+        return (
+            f"the gradient of {name!r} has {value!r}{at}{too_large}, in step {run.step} of {run.name} on replica "
+            f"{run.replica} ({site})"
+        )
+
+
+def _is_power_of_ten(count: int) -> bool:
+    return set(str(count)[1:]) <= {"0"} and str(count)[0] == "1"
