@@ -306,6 +306,31 @@ def test_the_pauses_of_a_script_are_measured() -> None:
     assert len([line for line in lines if "over ZeroMQ  " in line]) == 2 * len(ways)
 
 
+def test_looks_for_bad_numbers_are_shown_beside_their_goals(benchmark: Any) -> None:
+    import numerics
+
+    seconds = {"off": [1e-3, 9e-3, 1e-3], "warn": [1.01e-3] * 3, "raise": [1.2e-3] * 3}
+    assert numerics.lines("1MB", seconds) == [
+        "| 1MB | off | 1.000 | 1.000 |",
+        "| 1MB | warn | 1.010 | 1.010 |",
+        "| 1MB | raise | 1.200 | 1.200 |",
+    ]
+    assert [(goal["ours"], goal["reached"], goal["is_met"]) for goal in numerics.verdicts("1MB", seconds)] == [
+        ("warn", pytest.approx(1.01), True),
+        ("raise", pytest.approx(1.2), False),
+    ]
+
+
+@pytest.mark.slow
+def test_looks_for_bad_numbers_are_measured() -> None:
+    command = (sys.executable, ROOT / "benchmarks" / "numerics.py", "--rounds", "1", "--steps", "3", "--sizes", "1MB")
+    lines = run(*command, timeout=unit(60)).ok().lines
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| 1MB")]
+    assert [row[:2] for row in rows] == [["1MB", "off"], ["1MB", "warn"], ["1MB", "raise"]]
+    assert all(float(cell) > 0 for row in rows for cell in row[2:])
+    assert len([line for line in lines if line.startswith("  Adam, 1MB: ")]) == 2
+
+
 def test_growth_has_goals(benchmark: Any) -> None:
     import scaling
 

@@ -17,7 +17,16 @@ import numpy as np
 
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.errors import ShutdownError
-from cs_proto.messages import AssignOp, Counters, NumericsCheck, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.messages import (
+    AssignOp,
+    Counters,
+    NumericsCheck,
+    Optimizer,
+    ReduceOpName,
+    Variable,
+    VariableSpec,
+    WriteOp,
+)
 
 from .handles import Handle
 from .made_in_replicas import MadeInReplicas

@@ -546,8 +546,8 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-numerics",
         choices=CHECKS,
-        help="look for numbers in gradients that are not finite; warn: log a warning; raise: raise NumericsError before "
-        "the update (default: CS_CHECK_NUMERICS, or what the script names, or off)",
+        help="look for numbers in gradients that are not finite; warn: log a warning; raise: raise NumericsError, and "
+        "update nothing (default: CS_CHECK_NUMERICS, or what the script names, or off)",
     )
 
 

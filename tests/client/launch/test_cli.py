@@ -394,6 +394,8 @@ def test_stacks_on_request(launch: Launch) -> None:
         (["--max-restarts", "-1", __file__], "max_restarts must be an int from 0"),
         (["--step-timeout", "0", __file__], "step_timeout must be None or a number of seconds"),
         (["--server-recovery", "maybe", __file__], "invalid choice"),
+        (["--check-numerics", "yes", __file__], "invalid choice"),
+        (["--check-numerics", "raise", "--serve", "2"], "--serve runs none; set CS_CHECK_NUMERICS where the script"),
         (["--log-dir", __file__, __file__], "log files cannot be written"),
         (["--run-dir", "/tmp/" + "x" * 100, __file__], "at most 107 bytes"),
         (["-m"], "name of a module"),

@@ -26,8 +26,8 @@ __all__ = ["Numerics", "numerics_of"]
 _log = logging.getLogger("central_storage.worker")
 
 _REMEDY = (
-    "find the operation that makes it, lower the learning rate, or bound the loss and what it is computed from (no clip "
-    "helps: it bounds finite numbers); to leave out such steps, catch NumericsError around the run and go on"
+    "find the operation that makes it, or lower the learning rate; clipping helps only before gradients grow so large; "
+    "to skip such steps, catch NumericsError around the run, and go on"
 )
 
 
@@ -112,7 +112,7 @@ class Numerics:
             (values, number, indices, self._limit(values.dtype, weight, len(indices)))
             for values, indices, number in rows
         ]
-        there = [(array, limit) for array, _, _, limit in given if not isinstance(array, np.ndarray) and limit < math.inf]
+        there = [(array, limit) for array, *_, limit in given if limit < math.inf and not isinstance(array, np.ndarray)]
         is_fine_there = not there or are_fine_on_device(self._shop.device.array_module, there)
         with np.errstate(all="ignore"):
             for array, number, indices, limit in given:
@@ -123,13 +123,13 @@ class Numerics:
                     place, value = found.bad
                     if indices is not None:
                         place = (int(indices[place[0]]), *place[1:])
-                    yield found._replace(bad=Bad(place, value))
+                    yield _Found(number, found.dtype, Bad(place, value))
 
     def _limit(self, dtype: np.dtype[Any], weight: float, rows: int = 1) -> float:
         return limit_of(dtype, self._shop.replicas, weight, rows)
 
     def _in_array(self, number: int, values: np.ndarray, limit: float) -> Iterator[_Found]:
-        if limit < math.inf and not is_fine(values, limit) and (bad := first_bad(values, limit)) is not None:
+        if not is_fine(values, limit) and (bad := first_bad(values, limit)) is not None:
             yield _Found(number, values.dtype, bad)
 
     def _report(self, found: Iterable[_Found], site: str) -> None:
@@ -149,8 +149,8 @@ class Numerics:
             _log.warning("%s%s%s; the update was applied", self._said(named[0], site), others, again)
 
     def _said(self, found: _Found, site: str) -> str:
-        index, value = found.bad
-        at = f" at {list(index)}" if index else ""
+        place, value = found.bad
+        at = f" at {list(place)}" if place else ""
         too_large = ""
         if np.isfinite(value):
             too_large = f", so the sum over {self._shop.replicas} replicas may exceed the largest {found.dtype}"

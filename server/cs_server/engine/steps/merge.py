@@ -12,6 +12,7 @@ from cs_proto.arrays import Array
 from cs_proto.errors import (
     InvalidArgumentError,
     MergeMismatchError,
+    NumericsError,
     StructureMismatchError,
     VariableWrittenError,
     code_of,
@@ -34,6 +35,8 @@ from cs_server.engine.store.tables import Failure, Point, ReplicaProgress
 
 #: The code of the error of a replica in which a variable was written in place.
 WRITTEN = code_of(VariableWrittenError)
+#: The codes of errors that say that numbers are wrong, so nothing more of the run is committed.
+SPOILING = frozenset((WRITTEN, code_of(NumericsError)))
 
 # The numbers of VariableAggregation.
 _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)

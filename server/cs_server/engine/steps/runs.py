@@ -209,10 +209,10 @@ def verdict(server: State, run: RunId, state: RunState) -> Error | None:
 
 
 def is_spoiled(server: State, run: RunId) -> bool:
-    """Whether a replica has returned that a variable was written in place: what it computed from wrong numbers does not
-    count."""
+    """Whether a replica has returned that a variable was written in place, or that a gradient is not finite: what the
+    run computed from wrong numbers does not count."""
     returns = _returns(server, run)
-    return any(r is not None and r.error is not None and r.error.exception == merge.WRITTEN for r in returns)
+    return any(r is not None and r.error is not None and r.error.exception in merge.SPOILING for r in returns)
 
 
 def is_over(server: State, run: RunId, series: int = 0) -> bool:

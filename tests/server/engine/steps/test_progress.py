@@ -905,12 +905,14 @@ def test_the_lowest_error_is_raised(at: tuple[int, int], wanted: str) -> None:
     book.on(returns(0, 0, raises="KeyError", at=at[0]), to(CONTROLLER, RunFinished, wanted))
 
 
-def test_what_a_replica_computed_from_a_variable_that_was_written_in_place_does_not_count() -> None:
+@pytest.mark.parametrize("error", [WRITTEN, "cs.NumericsError"])
+def test_what_a_run_computed_does_not_count_if_a_replica_says_that_numbers_are_wrong(error: str) -> None:
     book = training()
-    book.on(returns(0, 2, (applies(0), applies(1, buffers=1)), raises=WRITTEN, run=(2,)))
+    book.on(returns(0, 2, (applies(0), applies(1, buffers=1)), raises=error, run=(2,)))
+    at = 0 if error == WRITTEN else 2
     book.on(
-        returns(1, 1, (applies(0),), raises="KeyError", at=0, run=(2,)),
-        to(CONTROLLER, RunFinished, WRITTEN, "of replica 0", commits=0),
+        returns(1, 1, (applies(0),), raises="KeyError", at=at, run=(2,)),
+        to(CONTROLLER, RunFinished, error, "of replica 0", commits=0),
     )
     book.on(returns(0, 1, (applies(0),), run=(3,)))
     book.on(returns(1, 1, (applies(0),), run=(3,)), commits(steps(2, ((0, 1),))))

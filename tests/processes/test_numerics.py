@@ -1,0 +1,368 @@
+"""Gradients that are not finite: what ``check_numerics`` finds, and what it keeps from the variables."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.captured import nearly_all_captured
+from tests.harness.processes import run
+from tests.harness.replicas import replica
+from tests.harness.services import connected
+from tests.harness.stand_in_gpus import stand_in_gpus
+
+import central_storage as cs
+from central_storage.core.random_streams import function_name
+from central_storage.errors import NumericsError
+
+F32 = np.float32
+NAN, INF = np.nan, np.inf
+LARGE = 3e38  # finite, but not twice that
+
+
+class Training:
+    """A dense variable, one in a slab with it, a table, and a metric; what a step brings is said by its argument."""
+
+    def __init__(self, strategy: cs.CentralStorageStrategy, into_buffers: bool = False) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            w = cs.Variable(np.ones((3, 5), F32), name="w")
+            b = cs.Variable(np.ones(2, F32), name="b")
+            table = cs.Variable(np.ones((9, 2), F32), name="table", sparse=True)
+            self.optimizer = optimizer = cs.optimizers.Adam(0.5)
+            self.losses = losses = cs.metrics.Sum()
+        self.variables = (w, b, table)
+
+        @cs.function
+        def step(where: int, value: float) -> None:
+            """Replica ``where`` brings ``value`` in a dense gradient, or replica ``where - 10`` in a sparse one."""
+            losses.update_state(1.0)
+            gradients = cs.gradient_buffers([w, b]) if into_buffers else [np.empty((3, 5), F32), np.empty(2, F32)]
+            for gradient in gradients:
+                gradient[...] = 1
+            rows = np.ones((3, 2), F32)
+            if where == replica():
+                gradients[0][1, 4] = value
+            if where == replica() + 10:
+                rows[2, 1] = value
+            pairs: list[Any] = list(zip(gradients, (w, b), strict=True))
+            if not into_buffers:
+                pairs.append((cs.IndexedSlices(rows, np.array([4, 0, 7])), table))
+            optimizer.apply_gradients(pairs)
+
+        self.step = step
+
+    def run(self, where: int = -1, value: float = 1.0) -> None:
+        self.strategy.run(self.step, args=(where, value))
+
+    def steps(self) -> int:
+        """How many runs of functions of this name have begun."""
+        return self.strategy.controller.steps().get(function_name(self.step), 0)
+
+    def state(self) -> list[Any]:
+        """All that a step changes."""
+        slots = [self.optimizer.get_slot(v, slot) for v in self.variables[:2] for slot in self.optimizer.slot_names]
+        values = [np.array(each) for each in (*self.variables, *slots)]
+        return [*values, int(self.optimizer.iterations), float(self.losses.result())]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def raising() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics="raise") as strategy:
+        yield connected(strategy, nested=True)
+
+
+@pytest.fixture(scope="module")
+def in_threads() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics="raise", in_process=True) as strategy:
+        yield connected(strategy, nested=True)
+
+
+@pytest.fixture(scope="module", params=["processes", "threads"])
+def either(request: pytest.FixtureRequest) -> cs.CentralStorageStrategy:
+    name = "raising" if request.param == "processes" else "in_threads"
+    return request.getfixturevalue(name)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("into_buffers", [False, True])
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("value", [NAN, -INF, LARGE])
+def test_nothing_of_a_bad_step_is_applied_and_the_next_one_works(
+    either: cs.CentralStorageStrategy, into_buffers: bool, bad: int, value: float
+) -> None:
+    training, truth = Training(either, into_buffers), Training(either, into_buffers)
+    for number in range(5):
+        before = training.state()
+        if number in (0, 3):  # before the server knows the set, and in the midst
+            what = re.escape(f"has {float(F32(value))!r} at [1, 4]")
+            with pytest.raises(
+                NumericsError, match=rf"gradient of 'w(_\d+)?' {what}.* in step {training.steps()} of .*step"
+            ) as e:
+                training.run(bad, value)
+            assert f"on replica {bad} " in str(e.value)
+            assert ("replicas may exceed the largest float32" in str(e.value)) == (value == LARGE)
+            assert isinstance(e.value, FloatingPointError)
+            if number:
+                assert equal(training.state(), before)
+        training.run()
+        truth.run()
+    assert equal(training.state(), truth.state())
+
+
+@pytest.mark.parametrize("value", [NAN, INF, LARGE])
+def test_a_sparse_gradient_is_named_by_the_row_of_the_table(either: cs.CentralStorageStrategy, value: float) -> None:
+    training = Training(either)
+    training.run()
+    before = training.state()
+    with pytest.raises(NumericsError, match=r"gradient of 'table(_\d+)?' has .* at \[7, 1\].* on replica 1 "):
+        training.run(11, value)
+    assert equal(training.state(), before)
+
+
+def test_the_sum_of_rows_that_are_named_twice_may_not_overflow(raising: cs.CentralStorageStrategy) -> None:
+    with raising.scope():
+        table, sgd = cs.Variable(np.zeros((9, 2), F32), name="table"), cs.optimizers.SGD(1e-38)
+
+    def step(value: float) -> None:
+        slices = cs.IndexedSlices(np.full((4, 2), value, F32), np.array([5, 5, 5, 5]))
+        sgd.apply_gradients([(slices, table)])
+
+    with pytest.raises(NumericsError, match=r"has .* at \[5, 0\], so the sum"):
+        raising.run(step, args=(1e38,))
+    raising.run(step, args=(4e37,))
+    assert np.isfinite(table.numpy()).all()
+
+
+def test_large_numbers_whose_sum_is_finite_are_applied(raising: cs.CentralStorageStrategy) -> None:
+    with raising.scope():
+        w, sgd = cs.Variable(np.zeros(4, F32)), cs.optimizers.SGD(1e-38)
+    for _ in range(4):
+        raising.run(lambda: sgd.apply_gradients([(np.full(4, 1.6e38, F32), w)]))
+    assert np.allclose(w, -4 * 3.2)
+
+
+def test_captured_steps_and_steps_by_a_program_are_looked_at(raising: cs.CentralStorageStrategy) -> None:
+    training = Training(raising, into_buffers=True)
+    for _ in range(3):
+        with nearly_all_captured(raising, 200):
+            for _ in range(200):
+                training.run()
+        before = training.state()
+        with pytest.raises(NumericsError):
+            training.run(1, INF)
+        assert equal(training.state(), before)
+
+
+def test_steps_that_are_sent_ahead_end_with_the_bad_one(raising: cs.CentralStorageStrategy) -> None:
+    training = Training(raising, into_buffers=True)
+    truth = Training(raising, into_buffers=True)
+    elements = [np.full(2, where) for where in [-1] * 4 + [1] + [-1] * 5]
+    wheres = iter(raising.experimental_distribute_dataset(elements))
+    with pytest.raises(NumericsError, match=r"has nan at \[1, 4\]"):
+        for _ in raising.run_steps(lambda where: training.step(int(where[0]), NAN), wheres):
+            pass
+    assert len(list(wheres)) == 5  # those that never began went back
+    for _ in range(4):
+        truth.run()
+    assert equal(training.state(), truth.state())
+
+
+def test_a_replica_whose_weight_is_0_may_bring_anything(raising: cs.CentralStorageStrategy) -> None:
+    with raising.scope():
+        w, sgd = cs.Variable(np.zeros(4, F32)), cs.optimizers.SGD(1.0)
+
+    def step(weight: float) -> None:
+        gradient = np.full(4, NAN if replica() else 1, F32)
+        cs.optimizers.apply_gradients([(sgd, [(gradient, w)])], weight=weight if replica() else 1)
+
+    raising.run(step, args=(0,))
+    assert w.numpy().tolist() == [-1] * 4
+    with pytest.raises(NumericsError, match=r"has nan .* on replica 1"):
+        raising.run(step, args=(1e-3,))
+
+
+def test_a_run_in_a_merge_call_is_looked_at(raising: cs.CentralStorageStrategy) -> None:
+    training = Training(raising)
+    training.run()
+    before = training.state()
+
+    def outer() -> None:
+        cs.get_replica_context().merge_call(lambda strategy: strategy.run(training.step, args=(1, NAN)))  # type: ignore[union-attr]
+
+    with pytest.raises(NumericsError, match=r"has nan at \[1, 4\].* on replica 1"):
+        raising.run(outer)
+    assert equal(training.state(), before)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
+def test_variables_of_other_dtypes_are_looked_at(raising: cs.CentralStorageStrategy, dtype: str) -> None:
+    with raising.scope():
+        w, sgd = cs.Variable(np.ones((2, 3), dtype)), cs.optimizers.SGD(0.5)
+
+    def step(value: Any) -> None:
+        gradient = np.ones((2, 3), dtype)
+        gradient[1, 0] = value
+        sgd.apply_gradients([(gradient, w)])
+
+    raising.run(step, args=(1,))
+    with pytest.raises(NumericsError, match=r"inf.* at \[1, 0\]"):
+        raising.run(step, args=(INF,))
+    assert np.array_equal(w, np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("how", ["zmq", "threads", "processes"])
+def test_warnings_are_printed_once_for_a_variable_and_then_counted(
+    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if how == "zmq":
+        monkeypatch.setenv("CS_MAILBOXES", "off")
+    monkeypatch.setenv("CS_CHECK_NUMERICS", "warn")
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=how == "threads") as strategy:
+        training = Training(strategy)
+        training.run()
+        for _ in range(12):
+            training.run(0, NAN)
+        training.run(11, INF)
+        assert int(training.optimizer.iterations) == 14
+        assert np.isnan(training.variables[0].numpy()[1, 4])
+        strategy.run(training.step, args=(-1, 0.0))  # a worker begins only when it has looked at the step before
+    said = [line for line in capfd.readouterr().err.splitlines() if "the gradient of" in line]
+    assert len(said) == 3
+    assert "'w' has nan at [1, 4], in step 1 of" in said[0]
+    assert "on replica 0 " in said[0]
+    assert "'w' has nan at [1, 4], in step 10 of" in said[1]
+    assert "so it was 10 times" in said[1]
+    assert "'table' has inf at [7, 1], in step 13 of" in said[2]
+    assert "on replica 1 " in said[2]
+    assert all(line.endswith("; the update was applied") for line in said)
+
+
+def test_many_variables_make_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with cs.CentralStorageStrategy(["cpu:0"], check_numerics="warn") as strategy:
+        with strategy.scope():
+            variables = [cs.Variable(np.zeros(3, F32), name=f"v{number}") for number in range(7)]
+            sgd = cs.optimizers.SGD(1.0)
+
+        def step() -> None:
+            sgd.apply_gradients([(np.full(3, NAN, F32), variable) for variable in variables])
+
+        for _ in range(3):
+            strategy.run(step)
+    [said] = [line for line in capfd.readouterr().err.splitlines() if "the gradient of" in line]
+    assert "'v0' has nan at [0]" in said
+    assert "; so are those of 6 more variables; the update was applied" in said
+
+
+def test_what_lies_between_variables_disturbs_nobody(raising: cs.CentralStorageStrategy) -> None:
+    """A freed variable leaves its gradients where smaller ones come to lie."""
+    with raising.scope():
+        old, sgd = cs.Variable(np.zeros(64, F32), name="old"), cs.optimizers.SGD(1.0)
+
+    def leave(old: Any, sgd: Any) -> None:
+        [gradient] = cs.gradient_buffers([old])
+        gradient[:] = NAN
+        sgd.apply_gradients([(gradient, old)])
+
+    with pytest.raises(NumericsError):
+        raising.run(leave, args=(old, sgd))
+    del old
+    with raising.scope():
+        new = [cs.Variable(np.zeros(5, F32), name=f"new{number}") for number in range(4)]
+
+    def step() -> None:
+        gradients = cs.gradient_buffers(new)
+        for gradient in gradients:
+            gradient[:] = 1
+        sgd.apply_gradients(zip(gradients, new, strict=True))
+
+    for number in range(1, 5):
+        raising.run(step)
+        assert all(np.array_equal(each, np.full(5, -2.0 * number)) for each in new)
+
+
+def test_it_is_off_unless_somebody_asks(two: cs.CentralStorageStrategy) -> None:
+    training = Training(two)
+    training.run(0, NAN)
+    assert np.isnan(training.variables[0].numpy()[1, 4])
+
+
+def test_a_value_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("Raise", True, 1, "", ["raise"]):
+        with pytest.raises(cs.errors.ConfigurationError, match="check_numerics must be one of 'off', 'warn', 'raise'"):
+            cs.CentralStorageStrategy(["cpu:0"], check_numerics=value)  # type: ignore[arg-type]
+    monkeypatch.setenv("CS_CHECK_NUMERICS", "yes")
+    with pytest.raises(cs.errors.ConfigurationError, match=r"CS_CHECK_NUMERICS must be one of .*, not 'yes'"):
+        cs.CentralStorageStrategy(["cpu:0"])
+
+
+SCRIPT = """
+import numpy as np
+import central_storage as cs
+
+with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics="off") as strategy:
+    with strategy.scope():
+        w, sgd = cs.Variable(np.zeros(2, np.float32), name="w"), cs.optimizers.SGD(1.0)
+
+    def step(value):
+        sgd.apply_gradients([(np.float32([1, value]), w)])
+
+    for value in (1, np.inf, 1):
+        try:
+            strategy.run(step, args=(value,))
+        except cs.errors.NumericsError:
+            print("skipped")
+    print(w.numpy())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"), [(["--check-numerics", "raise"], ["skipped", "[-4. -4.]"]), ([], ["[ -6. -inf]"])]
+)
+def test_the_option_of_the_launcher_counts(options: list[str], lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launched = run("cs-launch", "--devices", "cpu:0,cpu:1", *options, "train.py", directory=tmp_path).ok()
+    assert launched.lines == lines
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the kernels of a stand-in are compiled by gcc")
+@pytest.mark.parametrize("parameter_device", ["cpu:0", "gpu:0"])
+def test_gradients_on_gpus_are_looked_at_there(parameter_device: str) -> None:
+    with (
+        stand_in_gpus(2),
+        cs.CentralStorageStrategy(["gpu:0", "gpu:1"], parameter_device, check_numerics="raise") as strategy,
+    ):
+        with strategy.scope():
+            w = cs.Variable(np.ones((3, 4), F32), name="w")
+            table, sgd = cs.Variable(np.ones((9, 2), F32), name="table"), cs.optimizers.SGD(0.5)
+
+        def step(into_buffers: bool, dense: float, sparse: float) -> int:
+            xp = cs.get_array_module()
+            before = xp.counts()["device_to_host_nbytes"]  # type: ignore[attr-defined]
+            gradient = cs.gradient_buffers([w])[0] if into_buffers else xp.empty((3, 4), F32)
+            gradient[...] = xp.asarray(np.where(np.arange(12).reshape(3, 4) == 6, dense, 1).astype(F32))
+            rows = cs.IndexedSlices(xp.asarray(F32([[1, 1], [1, sparse]])), np.array([5, 8]))
+            sgd.apply_gradients([(gradient, w), (rows, table)])
+            return int(xp.counts()["device_to_host_nbytes"] - before)  # type: ignore[attr-defined]
+
+        for into_buffers in (False, True):
+            strategy.run(step, args=(into_buffers, 1.0, 1.0))
+            before = w.numpy(), table.numpy(), sgd.iterations
+            with pytest.raises(NumericsError, match=r"'w' has nan at \[1, 2\]"):
+                strategy.run(step, args=(into_buffers, NAN, INF))
+            with pytest.raises(NumericsError, match=r"'w' has .*e\+38 at \[1, 2\], so the sum"):
+                strategy.run(step, args=(into_buffers, LARGE, 1.0))
+            with pytest.raises(NumericsError, match=r"'table' has -inf at \[8, 1\]"):
+                strategy.run(step, args=(into_buffers, 1.0, -INF))
+            assert equal([w.numpy(), table.numpy(), sgd.iterations], list(before))
+        strategy.run(step, args=(True, 1.0, 1.0))
+        assert w.numpy()[1, 2] == 1 - 3

@@ -1,0 +1,105 @@
+"""The look for bad numbers in an array: every dtype, the first index in C order, and what is too large to add up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cs_worker.execution.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
+
+REAL = ("float16", "float32", "float64")
+ALL = (*REAL, "complex64", "complex128")
+
+
+def bad_in(values: np.ndarray, replicas: int = 2) -> Bad | None:
+    """What a replica finds: at the first glance, which then must not have missed it, or at the second."""
+    limit = limit_of(values.dtype, replicas)
+    with np.errstate(all="ignore"):
+        found, fine = first_bad(values, limit), is_fine(values, limit)
+    assert found is None or not fine
+    assert are_fine_on_device(np, [(values, limit)]) == (found is None)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1, 70_000, 140_007])
+def test_one_bad_number_is_found_wherever_it_lies(dtype: str, bad: float, place: int) -> None:
+    values = np.ones((2, 70_004), dtype)
+    values.reshape(-1)[place] = bad
+    found = bad_in(values)
+    assert found is not None
+    assert found.place == divmod(place, 70_004)
+    assert np.array_equal(np.dtype(dtype).type(found.value), values.reshape(-1)[place], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_good_numbers_are_seen_at_the_first_glance(dtype: str) -> None:
+    for values in (np.ones(100_000, dtype), np.zeros((0, 3), dtype), np.full((), -2, dtype)):
+        assert is_fine(values, limit_of(values.dtype, 2))
+        assert bad_in(values) is None
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("value", [complex(1, math.nan), complex(math.inf, 0), complex(0, -math.inf)])
+def test_both_parts_of_a_complex_number_count(dtype: str, value: complex) -> None:
+    values = np.ones(5, dtype)
+    values[3] = value
+    found = bad_in(values)
+    assert found is not None
+    assert found.place == (3,)
+
+
+def test_the_first_in_c_order_is_named_however_the_array_lies() -> None:
+    values = np.zeros((3, 4), np.float32)
+    values[2, 0], values[1, 3] = math.nan, math.inf
+    for array in (values, np.asfortranarray(values), np.zeros((6, 8), np.float32)[::2, ::2]):
+        array[...] = values
+        assert bad_in(array) == Bad((1, 3), math.inf)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_what_may_overflow_in_the_sum_is_bad(dtype: str) -> None:
+    largest = float(np.finfo(dtype).max)
+    values = np.ones(9, dtype)
+    values[4] = largest / 2
+    assert bad_in(values, replicas=2) is None  # twice that is the largest number
+    found = bad_in(values, replicas=3)
+    assert found is not None
+    assert found.place == (4,)
+    assert bad_in(np.full(9, largest, dtype), replicas=1) is None
+
+
+def test_halves_are_added_up_in_single_precision() -> None:
+    values = np.full(9, np.finfo(np.float16).max, np.float16)
+    assert bad_in(values, replicas=1000) is None
+    assert limit_of(values.dtype, 1 << 10, weight=1e33) < 65504  # but not with any weight
+
+
+def test_the_limit_counts_replicas_weights_and_rows_that_are_named_twice() -> None:
+    largest, dtype = float(np.finfo(np.float32).max), np.dtype(np.float32)
+    assert limit_of(dtype, 4) == largest / 4
+    assert limit_of(dtype, 4, weight=0.25) == largest
+    assert limit_of(dtype, 4, weight=0.001) == largest  # the number itself must be finite
+    assert limit_of(dtype, 2, rows=5) == largest / 10
+    assert limit_of(dtype, 2, rows=0) == largest / 2
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-300])  # the second is 0 in float32
+def test_nothing_is_bad_in_a_gradient_that_is_left_out(weight: float) -> None:
+    values = np.full(3, math.nan, np.float32)
+    limit = limit_of(values.dtype, 2, weight)
+    assert limit == math.inf
+    assert is_fine(values, limit)
+
+
+def test_arrays_of_a_device_are_looked_at_together() -> None:
+    fine, bad = np.ones(3, np.float32), np.array([1, math.nan], np.complex64)
+    assert are_fine_on_device(np, [])
+    assert are_fine_on_device(np, [(fine, 1e30), (fine[:0], 1e30)])
+    for order in (1, -1):
+        pairs: list[Any] = [(fine, 1e30), (bad, 1e30)][::order]
+        assert not are_fine_on_device(np, pairs)
