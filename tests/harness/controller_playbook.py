@@ -334,6 +334,7 @@ class Playbook:
                 lookahead=beginning.lookahead,
                 held=(),
                 name=beginning.name,
+                check_numerics="off",
                 changes=(),
             )
             for replica, lacks in enumerate(beginning.lacks)
