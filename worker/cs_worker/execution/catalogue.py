@@ -85,7 +85,6 @@ class Catalogue:
         #: The dtypes whose second set of gradient buffers exists.
         self._second_gradients: set[str] = set()
         self._gradients_of: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = {}
-        self._spans_of: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = {}
         self._handles: dict[tuple[str, int], object] = {}
         self._missed_in: object = None
         #: The one handle of the strategy in this worker. The merge controller sets it.
@@ -131,7 +130,6 @@ class Catalogue:
             self._handles.pop(("optimizer", optimizer), None)
         self.epoch = object()
         self._gradients_of.clear()
-        self._spans_of.clear()
         gone: list[np.ndarray | None] = []
         for number in numbers:
             self._known.pop(number, None)
@@ -387,16 +385,13 @@ class Catalogue:
     def gradient_spans(self, numbers: tuple[int, ...], buffers: int) -> list[np.ndarray]:
         """1-D arrays that hold the gradients of several variables in a set of buffers: one for all that lie side by
         side, with what lies between them. That is zeros, unless a variable was freed there."""
-        spans = self._spans_of.get((numbers, buffers))
-        if spans is not None:
-            return spans
         places = self.gradients(numbers, buffers)
         bounds: dict[tuple[Mapping, str], list[tuple[int, int]]] = {}
         for number, place in zip(numbers, places, strict=True):
             record = self.place(number)
             _, segment = self._gradient(record, buffers)
             if isinstance(segment, RemoteSegment):
-                return self.divide_spans(numbers, buffers)
+                return [place.reshape(-1) for place in places]
             ends = record.place.offset, record.place.offset + place.nbytes
             bounds.setdefault((segment, record.spec.dtype), []).append(ends)
         spans = []
@@ -408,16 +403,6 @@ class Catalogue:
                 joined.append((first, last))
             whole = segment.elements("uint8")
             spans += [whole[first:last].view(dtype) for first, last in joined]
-        return self._keep_spans(numbers, buffers, spans)
-
-    def divide_spans(self, numbers: tuple[int, ...], buffers: int) -> list[np.ndarray]:
-        """Let :meth:`gradient_spans` give one array for each of these variables from now on."""
-        return self._keep_spans(numbers, buffers, [place.reshape(-1) for place in self.gradients(numbers, buffers)])
-
-    def _keep_spans(self, numbers: tuple[int, ...], buffers: int, spans: list[np.ndarray]) -> list[np.ndarray]:
-        if len(self._spans_of) >= _SETS_KEPT:
-            self._spans_of.clear()
-        self._spans_of[numbers, buffers] = spans
         return spans
 
     def gradient(self, number: int, buffers: int) -> np.ndarray:

@@ -25,6 +25,8 @@ __all__ = ["Numerics", "numerics_of"]
 
 _log = logging.getLogger("central_storage.worker")
 
+# The arrays are kept for so many sets of variables.
+_SETS_KEPT = 64
 _REMEDY = (
     "find the operation that makes it, or lower the learning rate; clipping helps only before gradients grow so large; "
     "to skip such steps, catch NumericsError around the run, and go on"
@@ -92,7 +94,7 @@ class Numerics:
     def _in_buffers(self, dense: _Dense) -> Iterator[_Found]:
         catalogue, numbers, buffers = self._shop.catalogue, dense.numbers, dense.buffers
         with np.errstate(all="ignore"):
-            spans = catalogue.gradient_spans(numbers, buffers)
+            spans = self._spans(numbers, buffers)
             if all(is_fine(span, self._limit(span.dtype, dense.weight)) for span in spans):
                 return
             is_found = False
@@ -101,7 +103,17 @@ class Numerics:
                     is_found = True
                     yield found
             if not is_found:  # it was what lies between them
-                catalogue.divide_spans(numbers, buffers)
+                places = catalogue.gradients(numbers, buffers)
+                self._shop.gradient_spans[numbers, buffers] = [place.reshape(-1) for place in places]
+
+    def _spans(self, numbers: tuple[int, ...], buffers: int) -> list[np.ndarray]:
+        """Arrays in which the gradients lie, as few as possible; the same come again in every step."""
+        known, key = self._shop.gradient_spans, (numbers, buffers)
+        if key not in known:
+            if len(known) >= _SETS_KEPT:
+                known.clear()
+            known[key] = self._shop.catalogue.gradient_spans(numbers, buffers)
+        return known[key]
 
     def _looked_at(
         self, pairs: Iterable[tuple[Any, int]], rows: Iterable[tuple[Any, Any, int]], weight: float

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.messages import ApplyPoint, Forget, OptimizerUpdate
 from cs_runtime.shared_memory.arena import Arena
@@ -41,12 +43,15 @@ class WorkerContext:
     variable_sets: dict[tuple[int, tuple[int, ...]], OptimizerUpdate] = field(default_factory=dict)
     #: The applies of earlier runs, by all that they are made of: the same come again in every step.
     applies: dict[tuple[object, ...], ApplyPoint] = field(default_factory=dict)
+    #: What :meth:`Catalogue.gradient_spans` gave for a set of variables in a set of buffers, or one array for each.
+    gradient_spans: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = field(default_factory=dict)
     #: In how many applies the gradient of each variable was not finite, as far as that is warned of.
     bad_gradients: Counter[int] = field(default_factory=Counter)
 
     def forget(self, freed: Forget) -> None:
         """Forget what the server has freed, and learn the names that changed by it."""
         self.applies.clear()
+        self.gradient_spans.clear()
         for optimizer, numbers in list(self.variable_sets):
             if optimizer in freed.optimizers or not set(freed.variables).isdisjoint(numbers):
                 del self.variable_sets[optimizer, numbers]
