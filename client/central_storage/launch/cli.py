@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from central_storage.core.check_numerics import CHECKS, check_of
 from central_storage.core.check_numerics import ENVIRONMENT as CHECK
 from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
-from central_storage.diagnostics.extras import require
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
@@ -26,8 +25,8 @@ from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 from cs_runtime.trace import is_on
 
+from . import metrics_options
 from .affinity import Machine, core_count, machine
-from .exporter import Endpoint
 from .foreground import START_FAILED, Plan, run
 from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
@@ -46,7 +45,6 @@ _USAGE_ERROR = 2
 _CTRL_C = 130
 # Seconds. A container's health check has a longer limit, so this one ends with a message first.
 _HEALTH_TIMEOUT = 3.0
-_LOOPBACK = "127.0.0.1"
 
 _DESCRIPTION = """\
 Run a training script together with its service: one server, which holds every variable, and one worker for each
@@ -144,7 +142,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
         medium = _medium(options, run_directory)
-        endpoint, metrics = _endpoint(options, run_directory, undo)
+        endpoint, metrics = metrics_options.endpoint_of(options, run_directory, undo)
 
         def planned(choice: DeviceChoice | None) -> Plan:
             if choice is None:
@@ -166,7 +164,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
         known = (compute, parameters) if options.devices else ((), "")
-        places = {"log_directory": logs.directory, **_where(endpoint)}
+        places = {"log_directory": logs.directory, **metrics_options.where(endpoint)}
         file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, **places)
         return run(
             run_directory,
@@ -210,7 +208,7 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
     try:
         before = RunFile.read(run_directory.path)
         medium = _medium(options, run_directory)
-        endpoint, metrics = _endpoint(options, run_directory, undo)
+        endpoint, metrics = metrics_options.endpoint_of(options, run_directory, undo)
         # The workers name their devices when they join.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         _warn([parameters], here)
@@ -226,7 +224,7 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
             "serve",
             parameter_device=parameters,
             log_directory=logs.directory if logs else None,
-            **_where(endpoint),
+            **metrics_options.where(endpoint),
         )
         file.write(run_directory.path)
         return serve(
@@ -331,7 +329,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--timeline is recorded by a script, and --{modes[0]} runs none; set CS_TIMELINE where the script runs"
         )
-    _check_metrics(options, modes)
+    metrics_options.check(options, modes)
     if modes and options.check_numerics is not None:
         raise ConfigurationError(
             f"--check-numerics is said by a script, and --{modes[0]} runs none; set {CHECK} where the script runs"
@@ -341,39 +339,6 @@ def _check(options: argparse.Namespace) -> None:
     _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= MOST_REPLICAS:
         raise ConfigurationError(f"--serve takes a number of workers from 1 to {MOST_REPLICAS}, not {options.serve}")
-
-
-def _check_metrics(options: argparse.Namespace, modes: Sequence[str]) -> None:
-    port = options.metrics_port
-    if port is None:
-        if given := [name for name in ("address", "token_file") if getattr(options, f"metrics_{name}") is not None]:
-            raise ConfigurationError(f"--metrics-{given[0].replace('_', '-')} needs --metrics-port")
-        return
-    if modes and modes[0] != "serve":
-        raise ConfigurationError(f"--metrics-port is for the launcher of a service, and --{modes[0]} starts none")
-    if not 0 <= port <= 65535:
-        raise ConfigurationError(f"--metrics-port must be a number from 0 to 65535, not {port}")
-    if options.metrics_address == "":
-        raise ConfigurationError("--metrics-address needs the name or number of an address")
-    try:
-        require("prometheus_client", "metrics", "--metrics-port")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(str(error)) from error
-
-
-def _endpoint(options: argparse.Namespace, run_directory: RunDirectory, undo: ExitStack) -> tuple[Endpoint | None, str]:
-    """Where metrics are served, and the line that says so. ``undo`` closes it."""
-    if options.metrics_port is None:
-        return None, ""
-    address = _LOOPBACK if options.metrics_address is None else options.metrics_address
-    endpoint = Endpoint.open(address, options.metrics_port, options.metrics_token_file, run_directory.path)
-    undo.enter_context(endpoint)
-    return endpoint, f"\n{endpoint}"
-
-
-def _where(endpoint: Endpoint | None) -> dict[str, Any]:
-    """What ``cs-ctl`` shows of it."""
-    return {} if endpoint is None else {"metrics": endpoint.url, "metrics_token_file": endpoint.token_file}
 
 
 def _address() -> str:
@@ -469,7 +434,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     _add_processes(parser)
     _add_places(parser)
-    _add_metrics(parser)
+    metrics_options.add_arguments(parser)
     parser.add_argument("--serve", type=int, metavar="N", help="run no script: run a server for N workers that join it")
     parser.add_argument(
         "--return-timeout",
@@ -548,23 +513,6 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         choices=CHECKS,
         help="look for numbers in gradients that are not finite; warn: log a warning; raise: raise NumericsError, and "
         "update nothing (default: CS_CHECK_NUMERICS, or what the script names, or off)",
-    )
-
-
-def _add_metrics(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help="serve metrics of the service to Prometheus, at http://ADDRESS:PORT/metrics; 0: a free port, which is "
-        "printed (default: no metrics)",
-    )
-    parser.add_argument("--metrics-address", metavar="ADDRESS", help=f"where it listens (default: {_LOOPBACK})")
-    parser.add_argument(
-        "--metrics-token-file",
-        metavar="FILE",
-        help="the bearer token that a scraper must show, in a file of yours that is closed to other users (default: a "
-        "new token in the file metrics-token of the run directory)",
     )
 
 

@@ -28,7 +28,7 @@ from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import INLINE_NBYTES, Location
 from cs_proto.errors import ShutdownError
 from cs_proto.memory_plan import value_nbytes
-from cs_proto.messages import AssignOp, Counters, VariableSpec, WriteOp
+from cs_proto.messages import AssignOp, Counters, NumericsCheck, VariableSpec, WriteOp
 from cs_proto.records import replace
 from cs_runtime import machine
 from cs_runtime.shared_memory.arena import Arena
@@ -60,6 +60,7 @@ class PlanningLink:
         #: No directory: there is nothing to connect to.
         self.address = "estimate"
         self.ended: str | None = None
+        self.check_numerics: NumericsCheck = "off"
         self.seed = seed
         self._ending = ending
         self._in_process = in_process

@@ -74,9 +74,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
             ``in_process``; under ``cs-launch`` the launcher's option counts.
         max_restarts: The number of restarts in all. Ignored with ``in_process``; under ``cs-launch`` the launcher's
             option counts.
-        check_numerics: ``"warn"`` or ``"raise"``: each replica looks for numbers in its gradients that are not finite,
-            and logs a warning, or raises NumericsError before the update. None: the environment variable
-            ``CS_CHECK_NUMERICS``, else ``"off"``. An option of ``cs-launch`` counts instead.
+        check_numerics: ``"warn"`` logs gradients that are not finite, ``"raise"`` raises NumericsError before the
+            update. None: ``CS_CHECK_NUMERICS``, else ``"off"``; under ``cs-launch`` the launcher's option counts.
 
     Raises:
         DeviceError: A device does not exist (a ValueError).
@@ -121,11 +120,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
             )
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
             raise ConfigurationError(f"seed must be an int from 0 to 2**63 - 1, not {seed!r}")
-        if (
-            isinstance(start_timeout, bool)
-            or not isinstance(start_timeout, (int, float))
-            or not 0 < start_timeout < 1e6
-        ):
+        is_number = isinstance(start_timeout, (int, float)) and not isinstance(start_timeout, bool)
+        if not is_number or not 0 < start_timeout < 1e6:
             raise ConfigurationError(
                 f"start_timeout must be a number of seconds, more than 0 and less than 1e6, not {start_timeout!r}"
             )

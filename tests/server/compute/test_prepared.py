@@ -347,10 +347,15 @@ def run_until(server: Server, command: Commit, left: int | None) -> int:
     return fuse.count
 
 
+# Every eighth event, and in the slow tests the others.
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 8))])
 @pytest.mark.parametrize("elements_of_one_lane", [1 << 19, 0])
 @pytest.mark.parametrize("make", [lambda: dense("adam", "float32"), lambda: dense("sgd", "float64"), several, bounded])
 def test_cut_anywhere_it_is_ended_by_the_next_server(
-    make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], elements_of_one_lane: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], tuple[Bytes, tuple[Operation, ...]]],
+    elements_of_one_lane: int,
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prepared, "_ELEMENTS_OF_ONE_LANE", elements_of_one_lane)
     memory, operations = make()
@@ -379,7 +384,7 @@ def test_cut_anywhere_it_is_ended_by_the_next_server(
     whole, events = again(None)
     check(whole, "undisturbed")
     assert events > 100  # not only the ends of instructions
-    for left in range(events):
+    for left in range(first, events, 8):
         server, _ = again(left)
         server.commit(command, threads=1 + left % 3)
         check(server, f"cut at event {left} of {events}")
