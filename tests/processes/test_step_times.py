@@ -23,7 +23,7 @@ import central_storage as cs
 from central_storage.ctl.cli import FOUND, main
 from central_storage.ctl.profile import Profile, profile
 from central_storage.timeline.chrome_trace import Recorder
-from central_storage.timeline.rings import Moment, Rings, Step, slices, steps
+from central_storage.timeline.rings import Moment, Rings, Step, Window, slices, steps
 from cs_proto import step_times as layout
 
 STEPS = 60
@@ -112,6 +112,22 @@ def test_step_times_are_noted_as_long_as_somebody_reads(two: cs.CentralStorageSt
         before = [ring[layout.WRITTEN] for ring in watched]
         trained(two, step, ahead=True)
         assert [ring[layout.WRITTEN] for ring in watched] == before
+
+
+def test_a_window_keeps_the_last_places_and_no_spans(two: cs.CentralStorageStrategy) -> None:
+    step = training(two)
+    with Rings(two.address) as rings, Rings(two.address) as others:
+        window, short = Window(rings, places=200), Window(others, seconds=0.0)
+        trained(two, step, ahead=False)
+        seen = window.read()
+        first = steps(seen)
+        assert 2 <= len(first) < STEPS - 1
+        assert all(len(moments) == 200 and not any(each.edge for each in moments) for moments in seen.values())
+        assert window.read().keys() == {"controller", "server", "w0", "w1"}
+        trained(two, step, ahead=False)
+        again = steps(window.read())
+        assert again[0].run > first[-1].run
+        assert short.read() == {process: [] for process in seen}
 
 
 def test_a_timeline_shows_all_processes_spans_and_flows(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:

@@ -18,7 +18,18 @@ from cs_proto import segment_names
 from cs_proto.errors import CentralStorageError, InvalidArgumentError
 from cs_proto.frozen import frozen
 
-__all__ = ["Commits", "Profile", "Replica", "as_json", "bandwidth", "bottleneck", "lines", "profile", "summary"]
+__all__ = [
+    "Commits",
+    "Profile",
+    "Replica",
+    "as_json",
+    "bandwidth",
+    "bottleneck",
+    "duration",
+    "lines",
+    "profile",
+    "summary",
+]
 
 # Seconds between two looks at the rings: in this time a process notes far fewer moments than a ring has places.
 _LOOK_EVERY = 0.05
@@ -213,7 +224,7 @@ def lines(found: Profile) -> list[str]:
     """The profile as lines of text, of which the last names the bottleneck."""
     if not found.steps:
         return [found.bottleneck]
-    shown = [f"{found.steps} steps, {_time(found.step)} each (means)"]
+    shown = [f"{found.steps} steps, {duration(found.step)} each (means)"]
     for number, each in enumerate(found.replicas):
         shown.append(_line(f"replica {number}: function", each.function, found.step))
         shown.append(_line(f"replica {number}: waiting for others", each.waiting, found.step))
@@ -227,8 +238,9 @@ def lines(found: Profile) -> list[str]:
 
 
 def _line(what: str, seconds: float, step: float) -> str:
-    return f"  {what:<36}{_time(seconds):>10}{100 * seconds / step:>6.0f} %"
+    return f"  {what:<36}{duration(seconds):>10}{100 * seconds / step:>6.0f} %"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """For example ``5.61 ms``."""
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"

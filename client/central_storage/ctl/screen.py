@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from cs_proto.frozen import frozen
 
 from . import printing
 from .reading import Process, Reading
 
-__all__ = ["SORTS", "bar", "drawn", "sparkline"]
+__all__ = ["SORTS", "Bars", "bar", "drawn", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 #: The orders of the processes, by the key that chooses one.
 SORTS = {"n": "name", "c": "processor", "m": "memory", "r": "restarts"}
+
+_KEYS = "q quit  p pause  b bars  s sort: {sort}  logs: 0-9 worker  v server  l all"
+
+
+@frozen
+class Bars:
+    """What the bars show: names, and shares from 0 to 1."""
+
+    title: str
+    shares: tuple[tuple[str, float], ...]
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
@@ -45,33 +58,30 @@ def bar(share: float, width: int) -> str:
 def drawn(
     reading: Reading,
     rates: Sequence[float | None],
-    shares: Sequence[tuple[str, float]],
+    cpu: Mapping[str, float],
+    bars: Bars,
     *,
-    shares_title: str,
     sort: str,
     is_paused: bool,
     log: Sequence[str] | None,
     columns: int,
     rows: int,
 ) -> list[str]:
-    """At most ``rows`` lines of at most ``columns`` characters: the service, its rate, its processes, where the time
-    goes, and its last events or the lines of ``log``. What has no room is left out from below; the keys stay."""
-    cpu = dict(shares)
+    """At most ``rows`` lines of at most ``columns`` characters: the service, its rate, its processes, the bars, and its
+    last events or the lines of ``log``. ``cpu``: how much of one processor each process takes, from 0 to 1. What has no
+    room is left out from below; the keys stay."""
     lines = [*_head(reading, is_paused), _rate_line(reading, rates, columns), ""]
     lines += _processes(sorted(reading.processes, key=lambda each: _order(each, sort, cpu)), cpu, columns)
-    if shares and rows - len(lines) > len(shares) + 3:
-        width = max(10, min(50, columns - 20))
-        lines += ["", shares_title]
-        lines += [f"  {label[:10]:<10} {bar(share, width)} {100 * share:3.0f} %" for label, share in shares]
+    room = rows - len(lines) - 1
+    lines += _bars(bars, columns, room if log is None else room // 2)
     room = rows - len(lines) - 3
     if log is not None:
         lines += ["", "log (Esc: back)", *(list(log)[-room:] if room > 0 else [])]
     elif reading.events and room > 0:
         lines += ["", "events", *(f"  {printing.clock(e.time)}  {e.text}" for e in reading.events[-room:])]
-    keys = "q quit  p pause  s sort: " + f"{sort}  0-9 log of that worker  v server  l all logs"
     lines = lines[: rows - 1]
     lines += [""] * (rows - 1 - len(lines))
-    return [printing.shown(line)[:columns] for line in (*lines, keys)]
+    return [printing.shown(line)[:columns] for line in (*lines, _KEYS.format(sort=sort))]
 
 
 def _head(reading: Reading, is_paused: bool) -> list[str]:
@@ -92,7 +102,23 @@ def _rate_line(reading: Reading, rates: Sequence[float | None], columns: int) ->
     return text + sparkline(rates, columns - len(text) - 1)
 
 
-def _processes(shown: Sequence[Process], cpu: dict[str, float], columns: int) -> list[str]:
+def _bars(bars: Bars, columns: int, room: int) -> list[str]:
+    """At most ``room`` lines: an empty one, the title, and those bars that have room."""
+    lines = ["", *textwrap.wrap(printing.shown(bars.title), columns)]
+    if not bars.shares:
+        return lines[: max(0, room)]
+    room -= len(lines)
+    if room < 1:
+        return []
+    names = max(10, *(len(name) for name, _ in bars.shares))
+    width = max(10, min(50, columns - names - 10))
+    shown = [f"  {name:<{names}} {bar(share, width)} {100 * share:3.0f} %" for name, share in bars.shares]
+    if len(shown) > room:
+        shown[room - 1 :] = [f"  {len(shown) - room + 1} more in a higher terminal"]
+    return lines + shown
+
+
+def _processes(shown: Sequence[Process], cpu: Mapping[str, float], columns: int) -> list[str]:
     titles = f"{'PROCESS':<10} {'PID':>7} {'STATE':<9} {'DEVICE':<6} {'CPU':>5} {'PRIVATE':>7} {'RESTARTS':>8}"
     lines = [f"{titles}  WAITS FOR"]
     for each in shown:
@@ -107,7 +133,7 @@ def _processes(shown: Sequence[Process], cpu: dict[str, float], columns: int) ->
     return lines
 
 
-def _order(process: Process, sort: str, cpu: dict[str, float]) -> tuple[float, int]:
+def _order(process: Process, sort: str, cpu: Mapping[str, float]) -> tuple[float, int]:
     ranks = {"supervisor": 0, "script": 1, "server": 2, "worker": 3}
     keys = {
         "processor": -cpu.get(process.label, 0.0),

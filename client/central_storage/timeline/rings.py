@@ -6,6 +6,7 @@ moments of one process, and has the name of a part of a step. A *step* is one ru
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
@@ -37,6 +38,7 @@ __all__ = [
     "Slice",
     "Span",
     "Step",
+    "Window",
     "role_of",
     "slices",
     "spans",
@@ -260,6 +262,27 @@ class Rings:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Window:
+    """The last places that the processes of a service have reached, few enough to be looked at again and again. Spans
+    are left out."""
+
+    def __init__(self, rings: Rings, *, places: int = 4096, seconds: float = 60.0) -> None:
+        """Keep at most ``places`` moments of each process, none older than ``seconds``."""
+        self._rings = rings
+        self._places = places
+        self._nanoseconds = int(seconds * 1e9)
+        self._kept = {process: np.empty((0, 2), np.uint64) for process in rings.rings}
+
+    def read(self) -> dict[str, list[Moment]]:
+        """What is in the window now, by process, for :func:`steps`."""
+        oldest = max(0, time.monotonic_ns() - self._nanoseconds)
+        for process, ring in self._rings.rings.items():
+            kept = np.concatenate([self._kept[process], ring.copied()[0]])
+            is_place = (kept[:, 1] & 0xFFFF) <= len(layout.MOMENTS)
+            self._kept[process] = kept[is_place & (kept[:, 0] >= oldest)][-self._places :]
+        return {process: ring.decoded(self._kept[process]) for process, ring in self._rings.rings.items()}
 
 
 def role_of(process: str) -> str:

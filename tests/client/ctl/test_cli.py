@@ -181,6 +181,11 @@ def test_a_timeout_is_a_time(
         assert "a timeout is a number of seconds" in capsys.readouterr().err
 
 
+def test_bars_of_parts_need_a_terminal(held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", held().path, "--parts", "--json"]) == cli.INVALID
+    assert "cs-ctl profile prints the parts" in capsys.readouterr().err
+
+
 def test_a_profile_has_steps(held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", held().path, "--steps", "0"]) == cli.INVALID
     assert "at least one step" in capsys.readouterr().err
@@ -202,8 +207,8 @@ def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[st
         for line in screen.drawn(
             reading(name=evil),
             [1.0],
-            [(evil, 0.5)],
-            shares_title=evil,
+            {evil: 0.5},
+            screen.Bars(evil, ((evil, 0.5),)),
             sort="name",
             is_paused=False,
             log=[evil],

@@ -1,4 +1,4 @@
-"""The picture of cs-top at every size of a terminal, and the shares behind its bars."""
+"""The picture of cs-top at every size of a terminal, and what its bars show."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.client.ctl.conftest import process, reading
 
+from central_storage.ctl.profile import summary
 from central_storage.ctl.reading import Event
-from central_storage.ctl.screen import SORTS, bar, drawn, sparkline
-from central_storage.ctl.shares import shares
+from central_storage.ctl.screen import SORTS, Bars, bar, drawn, sparkline
+from central_storage.ctl.shares import parts, processor, processor_bars
+from central_storage.timeline.rings import Step
 
 EVENTS = tuple(Event(1000.0 + number, f"event {number}") for number in range(20))
-BARS = [("server", 0.5), ("w0", 1.0), ("w1", 0.25)]
+CPU = {"server": 0.5, "w0": 1.0, "w1": 0.25}
 
 
-def picture(columns: int = 80, rows: int = 24, log: list[str] | None = None, sort: str = "name") -> list[str]:
+def picture(
+    columns: int = 80,
+    rows: int = 24,
+    log: list[str] | None = None,
+    sort: str = "name",
+    bars: Bars | None = None,
+) -> list[str]:
     now = reading(
         events=EVENTS,
         processes=(
@@ -27,8 +35,8 @@ def picture(columns: int = 80, rows: int = 24, log: list[str] | None = None, sor
     return drawn(
         now,
         [1.0, 2.0, 12.5],
-        BARS,
-        shares_title="processor time",
+        CPU,
+        bars or processor_bars(CPU),
         sort=sort,
         is_paused=False,
         log=log,
@@ -52,6 +60,42 @@ def test_it_shows_rate_processes_bars_and_events(columns: int, rows: int) -> Non
         assert part in text
     assert "event 19" in text
     assert f"w0         {bar(1.0, min(50, columns - 20))} 100 %" in text
+
+
+def test_bars_have_names_and_shares_of_their_own() -> None:
+    step = Step(7, 20_000_000, (10_000_000, 14_000_000), (4_000_000, 0), 3_000_000, 2_000_000, 16_000_000, 1_000_000)
+    bars = Bars("parts of a step", parts(summary([step, step])))
+    assert dict(bars.shares) == pytest.approx(
+        {
+            "commit": 0.15,
+            "messages": 0.05,
+            "script data": 0.1,
+            "script waiting": 0.8,
+            "w0 function": 0.5,
+            "w0 waiting": 0.2,
+            "w1 function": 0.7,
+            "w1 waiting": 0.0,
+        }
+    )
+    lines = picture(bars=bars)
+    first = lines.index("parts of a step") + 1
+    assert lines[first + 3] == f"  script waiting {bar(0.8, 50)}  80 %"
+    assert lines[first + 6] == f"  w1 function    {bar(0.7, 50)}  70 %"
+    assert any(line.startswith("w0.1") and "100 %" in line for line in lines)  # the column is processor time still
+
+
+def test_bars_without_room_are_counted() -> None:
+    bars = Bars("parts", tuple((f"w{number}", 0.5) for number in range(30)))
+    lines = picture(bars=bars)
+    shown = sum(" 50 %" in line for line in lines[lines.index("parts") :])
+    assert lines[-2].strip() == f"{30 - shown} more in a higher terminal"
+
+
+def test_a_title_without_bars_is_shown_whole() -> None:
+    because = "the service in /run/user/1000/cs-9c5b846b keeps no step times: it was started with CS_TIMES=off"
+    text = " ".join(line.strip() for line in picture(bars=processor_bars({}, because)))
+    assert f"processor time since the last look; no parts of a step: {because}" in text
+    assert parts(summary([])) == ()
 
 
 def test_it_shows_a_log_in_place_of_events() -> None:
@@ -85,5 +129,5 @@ def test_shares_are_what_each_process_has_computed_between_two_looks() -> None:
             process("server", cpu_seconds=9.0),
         ),
     )
-    assert shares(before, now) == [("w0", 0.5)]
-    assert shares(None, now) == []
+    assert processor(before, now) == {"w0": 0.5}
+    assert processor(None, now) == {}

@@ -1,7 +1,7 @@
 """Watch one service, redrawn in place.
 
-Keys: q quits; p pauses the picture; s or n, c, m, r sort the processes; 0 to 9 show the log of that worker, v that of
-the server, l all lines, Esc none.
+Keys: q quits; p pauses the picture; b shows the parts of a step, or processor time again; s or n, c, m, r sort the
+processes; 0 to 9 show the log of that worker, v that of the server, l all lines, Esc none.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 import tty
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from central_storage.ctl import printing, screen
 from central_storage.ctl.asking import Supervisor
 from central_storage.ctl.reading import Looker, Reading, as_json
 from central_storage.ctl.services import Entry, choose
-from central_storage.ctl.shares import TITLE, shares
+from central_storage.ctl.shares import Parts, processor, processor_bars
 from cs_proto.errors import CentralStorageError, ConfigurationError
 from cs_proto.messages import LogLine
 
@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-d", "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
     )
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="begin with the parts of a step; the training notes its step times meanwhile, which costs it a little",
+    )
     parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="for each answer (default: 2)")
 
 
@@ -51,12 +56,17 @@ def run(options: argparse.Namespace) -> int:
     """As :class:`central_storage.ctl.cli.Command`. In a pipe, or with ``--json``, it prints a line for each look."""
     if not 0.05 <= options.interval < 1e6:
         raise ConfigurationError(f"--interval is a number of seconds from 0.05 to 1e6, not {options.interval:g}")
+    draws = not options.json and sys.stdin.isatty() and printing.is_terminal()
+    if options.parts and not draws:
+        raise ConfigurationError(
+            "--parts needs a terminal; cs-ctl profile prints the parts of a step, also with --json"
+        )
     entry = choose(options.service)
     with Looker(entry, options.timeout) as looker:
-        if options.json or not (sys.stdin.isatty() and printing.is_terminal()):
+        if not draws:
             return _lines(looker, options)
-        with _Log(entry, options.timeout) as log:
-            return _Top(looker, log, options.interval).run()
+        with _Log(entry, options.timeout) as log, closing(Parts(entry.path)) as parts:
+            return _Top(looker, log, parts, options).run()
 
 
 def _lines(looker: Looker, options: argparse.Namespace) -> int:
@@ -109,10 +119,13 @@ class _Log:
 class _Top:
     """The loop: look, draw, hear keys."""
 
-    def __init__(self, looker: Looker, log: _Log, interval: float) -> None:
+    def __init__(self, looker: Looker, log: _Log, parts: Parts, options: argparse.Namespace) -> None:
         self._looker = looker
         self._log = log
-        self._interval = interval
+        self._parts = parts
+        self._interval: float = options.interval
+        self._shows_parts: bool = options.parts
+        self._no_parts = ""  # why they cannot be shown
         self._rates: deque[float | None] = deque(maxlen=_RATES)
         self._before: Reading | None = None
         self._reading: Reading | None = None
@@ -136,21 +149,38 @@ class _Top:
                     return 0
 
     def _look(self) -> None:
-        if self._is_paused or (self._reading is not None and self._reading.state == "over"):
+        if self._is_paused or self._is_over:
             return
         wants_memory = time.monotonic() >= self._memory_at
         if wants_memory:
             self._memory_at = time.monotonic() + _MEMORY_EVERY
         self._before, self._reading = self._reading, self._looker.look(memory=wants_memory)
         self._rates.append(self._reading.rate)
+        self._sample()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._reading is not None and self._reading.state == "over"
+
+    def _sample(self) -> None:
+        """Take in the parts of the last steps, or have nothing noted if nobody wants to see them."""
+        if self._is_paused or self._is_over or not self._shows_parts:
+            self._parts.close()
+        elif self._reading is not None and self._reading.state not in ("starting", "silent"):
+            try:
+                self._parts.look()
+            except CentralStorageError as error:
+                self._parts.close()
+                self._shows_parts, self._no_parts = False, str(error)
 
     def _drawn(self, columns: int, rows: int) -> list[str]:
         assert self._reading is not None
+        cpu = processor(self._before, self._reading)
         return screen.drawn(
             self._reading,
             self._rates,
-            shares(self._before, self._reading),
-            shares_title=TITLE,
+            cpu,
+            self._parts.bars if self._shows_parts else processor_bars(cpu, self._no_parts),
             sort=self._sort,
             is_paused=self._is_paused,
             log=None if self._label is None else self._log.of(self._label),
@@ -177,6 +207,10 @@ class _Top:
         orders = list(screen.SORTS.values())
         if key == "p":
             self._is_paused = not self._is_paused
+            self._sample()
+        elif key == "b":
+            self._shows_parts, self._no_parts = not self._shows_parts, ""
+            self._sample()
         elif key == "s":
             self._sort = orders[(orders.index(self._sort) + 1) % len(orders)]
         elif key in screen.SORTS:
