@@ -90,7 +90,7 @@ def _head(reading: Reading, is_paused: bool) -> list[str]:
     paused = "  [paused]" if is_paused else ""
     shared = None if reading.shared_nbytes is None else sum(reading.shared_nbytes.values())
     return [
-        f"{reading.name}  {reading.state}{wait}{paused}",
+        f"{reading.name}  {reading.state}{paused}{wait}",
         f"{printing.plain(reading.script)}  {age}  shared {printing.size(shared)}  "
         f"restarts {printing.plain(reading.restarts)}  {printing.plain(reading.transport)}",
     ]

@@ -91,6 +91,12 @@ def test_bars_without_room_are_counted() -> None:
     assert lines[-2].strip() == f"{30 - shown} more in a higher terminal"
 
 
+def test_a_paused_picture_says_so_beside_the_longest_wait() -> None:
+    now = reading(state="waiting", waiting=("replica 1 " * 20,))
+    lines = drawn(now, [], {}, Bars("", ()), sort="name", is_paused=True, log=None, columns=80, rows=24)
+    assert "waiting  [paused] for replica 1" in lines[0]
+
+
 def test_a_title_without_bars_is_shown_whole() -> None:
     because = "the service in /run/user/1000/cs-9c5b846b keeps no step times: it was started with CS_TIMES=off"
     text = " ".join(line.strip() for line in picture(bars=processor_bars({}, because)))
