@@ -247,6 +247,7 @@ def test_slow_data_is_named(two: cs.CentralStorageStrategy, ahead: bool) -> None
     assert found.bottleneck.startswith("the script's data takes")
     assert found.commits is not None
     assert found.commits.variable_nbytes == 256
+    assert found.commits.variables == 1
     assert found.commits.moved_nbytes >= 4 * 256
 
 

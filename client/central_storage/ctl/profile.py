@@ -35,6 +35,10 @@ __all__ = [
 _LOOK_EVERY = 0.05
 # A replica is named as slower than another one from this ratio on.
 _SLOWER = 1.15
+# Where commits change at least so many variables, of fewer bytes on average, most of the work is done for each
+# variable, and not for each byte.
+_MANY = 100
+_TINY_NBYTES = 1024
 # Bytes that are copied to measure the bandwidth of the memory: more than a cache holds.
 _COPIED_NBYTES = 64 << 20
 
@@ -49,12 +53,13 @@ class Replica:
 
 @frozen
 class Commits:
-    """The bytes of the dense variables that a commit changes, the bytes that it reads and writes for that, and the
-    bytes a second that a copy reads and writes here."""
+    """The bytes of the dense variables that a commit changes, the bytes that it reads and writes for that, the
+    bytes a second that a copy reads and writes here, and the number of these variables."""
 
     variable_nbytes: int
     moved_nbytes: int
     bandwidth: float
+    variables: int
 
 
 @frozen
@@ -136,9 +141,10 @@ def bottleneck(
         return f"the script's data takes {share}: pass more ahead"
     if most == "messages":
         return f"messages and wake-ups take {share}: give each step more work, or send steps ahead with run_steps"
+    many = _many_variables(commits)
     if most == "commit":
-        if commits is None:
-            return f"commits take {share}"
+        if commits is None or many:
+            return f"commits take {share}{many}"
         of_bandwidth = commits.moved_nbytes / commit / commits.bandwidth
         return (
             f"commits take {share}: {commits.variable_nbytes / 1e6:.3g} MB at {100 * of_bandwidth:.0f} % of memory "
@@ -148,7 +154,15 @@ def bottleneck(
     if ratio >= _SLOWER:
         named = f"replica {replicas.index(slowest)} is {ratio:.1f} times slower than replica {replicas.index(fastest)}"
         return f"{named}, and its function takes {share}"
-    return f"the replicas' function takes {share}"
+    return f"the replicas' function takes {share}{many}"
+
+
+def _many_variables(commits: Commits | None) -> str:
+    """What to do about the number of variables, if there are many tiny ones, and otherwise nothing."""
+    if commits is None or commits.variables < _MANY or commits.variable_nbytes >= _TINY_NBYTES * commits.variables:
+        return ""
+    mean = commits.variable_nbytes / commits.variables
+    return f", with {commits.variables} variables of {mean:.0f} B on average: make one variable of them"
 
 
 class _Committed:
@@ -164,18 +178,19 @@ class _Committed:
     def commits(self, replicas: int) -> Commits | None:
         """What a commit changes, if the server still answers."""
         before, after = self._before, self._numbers()
-        nbytes = sum(
+        changed = [
             each.array.nbytes
             for each, *numbers in zip(self._variables, before, after, strict=True)
             if not each.spec.sparse and numbers[0] != numbers[1]
-        )
+        ]
+        nbytes = sum(changed)
         if not nbytes:
             return None
         with suppress(CentralStorageError), connect(self._address) as observer:
             counters = observer.statistics()
             slots = counters.slot_nbytes * nbytes // counters.parameter_nbytes
             # Each value and each slot is read and written, and the gradient of each replica is read.
-            return Commits(nbytes, (2 + replicas) * nbytes + 2 * slots, bandwidth())
+            return Commits(nbytes, (2 + replicas) * nbytes + 2 * slots, bandwidth(), len(changed))
         return None
 
     def _numbers(self) -> list[int]:
@@ -214,6 +229,7 @@ def as_json(found: Profile) -> dict[str, object]:
             "variable_nbytes": commits.variable_nbytes,
             "moved_nbytes": commits.moved_nbytes,
             "bandwidth": commits.bandwidth,
+            "variables": commits.variables,
         },
         "missing_moments": found.missing,
         "bottleneck": found.bottleneck,

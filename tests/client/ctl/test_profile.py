@@ -36,8 +36,16 @@ def seen(*functions: int, commit: int = 1, data: int = 0, messages: int = 1, com
         (seen(1, 1, messages=2), "messages and wake-ups take 50 % of each step"),
         (seen(1, commit=8), "commits take 80 % of each step"),
         (
-            seen(1, commit=8, commits=Commits(400_000_000, 72_000_000, 1e10)),
+            seen(1, commit=8, commits=Commits(400_000_000, 72_000_000, 1e10, 1)),
             "commits take 80 % of each step: 400 MB at 90 % of memory bandwidth",
+        ),
+        (
+            seen(1, commit=8, commits=Commits(64_000, 320_000, 1e10, 2000)),
+            "commits take 80 % of each step, with 2000 variables of 32 B on average: make one variable of them",
+        ),
+        (
+            seen(9, commit=1, commits=Commits(64_000, 320_000, 1e10, 2000)),
+            "the replicas' function takes 82 % of each step, with 2000 variables of 32 B on average: make one",
         ),
         (summary([]), "no step ended while it was sampled"),
     ],

@@ -18,8 +18,9 @@ from tests.server.compute.test_kernels import HYPERPARAMETERS, assert_same_bits,
 
 from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.memory_plan import GPU_DTYPES
 from cs_server.gpu import codegen
-from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars, squares
+from cs_server.rules import RULES, Array, Rule, computed_in, reference, scalars, squares
 
 NVCC, PTXAS = shutil.which("nvcc"), shutil.which("ptxas")
 STEPS = 5
