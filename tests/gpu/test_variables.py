@@ -20,8 +20,8 @@ import central_storage as cs
 from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError
-from cs_proto.messages import DevicePlace
 from cs_proto.memory_plan import GPU_DTYPES
+from cs_proto.messages import DevicePlace
 from cs_server.events import Dense, Fill, Write
 from cs_server.gpu import blocks, updates
 from cs_server.rules import RULES
