@@ -341,10 +341,10 @@ def test_the_wire_form_is_what_the_protocol_says() -> None:
     header, *frames = encode(Run((5, 2, 0), 3, 1, 7, b"d" * 16, bytes_array(b"fn"), True, bytes_array(b"args"), ()))
     function, arguments = [2, "uint8", [2], {"frame": 0}], [2, "uint8", [4], {"frame": 1}]
     numbers = [5, 2, 0], 3, 1, 7
-    assert msgpack.unpackb(header) == [91, *numbers, b"d" * 16, function, True, arguments, [], 0, 0, [], "", []]
+    assert msgpack.unpackb(header) == [91, *numbers, b"d" * 16, function, True, arguments, [], 0, 0, [], "", [], "off"]
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
     (header,) = encode(Run((5,), 5, 1, 7, b"d" * 16, None, False, b"args", ()))
-    assert msgpack.unpackb(header) == [91, [5], 5, 1, 7, b"d" * 16, None, False, b"args", [], 0, 0, [], "", []]
+    assert msgpack.unpackb(header) == [91, [5], 5, 1, 7, b"d" * 16, None, False, b"args", [], 0, 0, [], "", [], "off"]
     header, frame = encode(Run((5,), 5, 1, 7, b"d" * 16, None, False, Frame(b"args"), ()))
     assert (msgpack.unpackb(header)[8], bytes(frame)) == ({"frame": 0}, b"args")
     assert decode([header, frame]).__dict__["arguments"] == Frame(b"args")
