@@ -194,7 +194,12 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
 
 # The beginning of a message of a client's run, up to the number of the run. The second table gives, for the first byte
 # of that number, how many more bytes it has, if it is not too large for a run. In a Run the step follows.
-_BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
+_BEGINNINGS = {
+    msgpack.Packer().pack_array_header(1 + len(fields_of(kind))) + bytes([kind.code, 0x91]): kind
+    for kind in (Return, Run)
+}
+# The first byte of an array of more than 15 elements; two bytes with their number follow.
+_LONG_ARRAY = 0xDC
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
 # The msgpack prefixes of up to 255 bytes and of up to 65535.
 _BYTES, _MORE_BYTES = 0xC4, 0xC5
@@ -223,12 +228,15 @@ class Decoder:
     def decode(self, parts: Sequence[Buffer]) -> Record:
         """The record in ``parts``. Raises :class:`PeerProtocolError` as :func:`decode`."""
         header = parts[0] if parts else b""
-        if type(header) is not bytes or (entries := self._known.get(header[:3])) is None or len(header) == 3:
+        if type(header) is not bytes or not header:
             return decode(parts, self._limits)
-        start = 4 + _NUMBER_NBYTES.get(header[3], len(header))
-        number = header[3] if start == 4 else int.from_bytes(header[4:start], "big")
+        begin = 5 if header[0] == _LONG_ARRAY else 3
+        if (entries := self._known.get(header[:begin])) is None or len(header) == begin:
+            return decode(parts, self._limits)
+        start = begin + 1 + _NUMBER_NBYTES.get(header[begin], len(header))
+        number = header[begin] if start == begin + 1 else int.from_bytes(header[begin + 1 : start], "big")
         step = 0
-        if header[1] == Run.code and start < len(header):
+        if header[begin - 2] == Run.code and start < len(header):
             first = start + 1
             start = first + _NUMBER_NBYTES.get(header[start], len(header))
             step = header[first - 1] if start == first else int.from_bytes(header[first:start], "big")
@@ -255,7 +263,7 @@ class Decoder:
         if rest is not None:
             between, body, behind, known = rest
             if header[start:] == between + body + (behind or b""):  # only our own encoding
-                self._known[header[:3]] = [(between, behind, known), *entries[: _KNOWN - 1]]
+                self._known[header[:begin]] = [(between, behind, known), *entries[: _KNOWN - 1]]
         return record
 
     def _found(self, known: Return | Run) -> None:
@@ -313,9 +321,9 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
         return between, pack(body), behind, altered(record, value=None)
     if type(record) is Run and not (record.function or record.held or record.changes):
         wire = record.to_wire([])
-        _, _, _, *before, arguments, buffers, series, lookahead, held, name, changes = wire
+        _, _, _, *before, arguments, buffers, series, lookahead, held, name, changes, check = wire
         between = b"".join(map(pack, before))
-        behind = b"".join(map(pack, (buffers, series, lookahead, held, name, changes)))
+        behind = b"".join(map(pack, (buffers, series, lookahead, held, name, changes, check)))
         known = altered(record, arguments=b"", buffers=tuple(map(_without_bytes, record.buffers)))
         if type(record.arguments) is bytes:
             return between, pack(arguments), behind, known
