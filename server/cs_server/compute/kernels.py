@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -92,8 +92,7 @@ def apply_dense(
     update()
 
 
-@frozen
-class Factors:
+class Factors(NamedTuple):
     """Of some ranges by what each summed gradient is multiplied: ``values[which[r]]``, for range r. The values are
     float64, and read when an update is made; ``which`` is int64 [ranges]."""
 
