@@ -45,7 +45,7 @@ _log = logging.getLogger("central_storage.summary")
 # Seconds between two times at which the thread writes what it was given.
 _EVERY = 1.0
 # Seconds that the service gets to answer.
-_TIMEOUT = 2.0
+_TIMEOUT = 5.0
 #: What may be wrong with a service that is asked: it has ended, or does not answer.
 _UNHEARD = (CentralStorageError, OSError)
 
