@@ -36,12 +36,12 @@ class Kernel:
         return [each for each in self.process.children(recursive=True) if is_alive(each)]
 
     async def run(self, code: str) -> str:
-        """Run a cell; what it prints and shows, and the end of its traceback."""
+        """Run a cell; what it prints and shows, but for the plan of the memory, and the end of its traceback."""
         cell = nbformat.v4.new_code_cell(code)
         self._client.nb.cells.append(cell)
         with suppress(CellExecutionError):  # it is among the outputs
             await self._client.async_execute_cell(cell, len(self._client.nb.cells) - 1)
-        return "".join(_texts(cell))
+        return re.sub(r"\[central-storage\] planned memory: .*\n", "", "".join(_texts(cell)))
 
     async def data(self, code: str, kind: str) -> str:
         """Run a cell; what it shows of this MIME type."""

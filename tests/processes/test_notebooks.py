@@ -56,12 +56,10 @@ def test_the_page_runs_cell_by_cell(tmp_path: object) -> None:
     async def script(kernel: Kernel) -> None:
         shown = [await kernel.run(cell) for cell in cells]
         assert not [each for each in shown if "Error" in each]
-        plan, loss = shown[2].splitlines()
-        assert plan.startswith("[central-storage] planned memory: ")
-        assert float(loss) < 1e-3
+        assert float(shown[2]) < 1e-3
         assert shown[3] == "w True\n"
         assert "still runs" not in "".join(shown)
-        assert shown[6].splitlines()[-1] == "1"  # after the plan of the new service
+        assert shown[6] == "1\n"
         assert "<cs.Variable 'w'" in shown[7]
         assert gone(kernel.children())
 
@@ -206,7 +204,7 @@ def read():
     async def script(kernel: Kernel) -> None:
         await kernel.run(STRATEGY + MODEL + "calls, rate = [], 1\ndef scale(v): return 2 * v.numpy()\n" + cell)
         await kernel.run("w.assign(np.full(30_000, 3, np.float32));")
-        assert (await kernel.run("strategy.run(read)")).splitlines()[-1] == "(6, 1, 1)"  # after the plan of the memory
+        assert await kernel.run("strategy.run(read)") == "(6, 1, 1)"
         assert await kernel.run("rate = 5; strategy.run(read)") == "(6, 1, 2)"  # numbers stay as they were
         assert await kernel.run(MODEL + "strategy.run(read)") == "(0, 5, 1)"
         assert await kernel.run("w.assign(np.ones(30_000, np.float32)); strategy.run(read)") == "(2, 5, 2)"
