@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -58,12 +58,11 @@ class Endpoint:
         if token_file is not None:
             token_file = os.path.abspath(token_file)
             read_token(token_file)
-        listener = _listen(address, port)
-        try:
-            return cls(listener, token_file or _make_token(run_directory))
-        except BaseException:
-            listener.close()
-            raise
+        with ExitStack() as undo:
+            listener = undo.enter_context(_listen(address, port))
+            endpoint = cls(listener, token_file or _make_token(run_directory))
+            undo.pop_all()
+        return endpoint
 
     @property
     def url(self) -> str:

@@ -36,9 +36,9 @@ def test_home_user_and_host_are_taken_out(text: str, hidden: str) -> None:
 
 
 def test_a_name_that_many_have_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/root")
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir="/root", pw_name="root"))
-    assert hider()("/root/.cache of root") == "~/.cache of root"
+    monkeypatch.setenv("HOME", "/data/admin")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir="/data/admin", pw_name="root"))
+    assert hider()("/data/admin/.cache of root") == "~/.cache of root"
 
 
 def test_a_user_without_a_name_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
