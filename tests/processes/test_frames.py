@@ -133,10 +133,12 @@ def test_whoever_cannot_map_says_so_beside_others_who_can(script: Path, shared: 
         )
         ended = run("-c", LIMITED, sys.executable, script, environment=environment).ok()
         assert ended.out == shared
-        assert ended.err.splitlines() == [
+        transport, plan = ended.err.splitlines()
+        assert transport == (
             "[central-storage] 2 replicas (cpu:0, cpu:1), parameters on cpu:0, transport ipc + bytes in frames: "
             "the service's memory cannot be mapped here (Cannot allocate memory)"
-        ]
+        )
+        assert plan.startswith("[central-storage] planned memory: ")
         server.signal(signal.SIGTERM)
         assert [child.wait().code for child in (server, maps, cannot)] == [0, 0, 0]
     assert "in frames" not in maps.err
