@@ -145,8 +145,9 @@ finally:
 """,
     )
     ended = run("cs-ctl", "estimate", str(script)).ok()
-    warning, *own = ended.err.splitlines()
+    warning, why, *own = ended.err.splitlines()
     assert warning.startswith(f"[cs-ctl] {script} runs up to its first step, with all that it does before")
+    assert why == "[central-storage] CS_ESTIMATE is set: this script ends before its first step"
     assert own == ["cleaned up", "exit functions run"]
     assert "fits: " in ended.out
     assert [line.split()[0] for line in ended.lines if line.startswith(("server", "w0", "w1", "script"))] == [
@@ -178,6 +179,26 @@ def test_a_wrapper_and_a_script_that_goes_on(
     wrapper.write_text(f"import subprocess, sys\nsys.exit({run_it})")
     assert estimated(wrapper)["nbytes"] > 3_000_000
     assert "a replica has run" not in capfd.readouterr().err
+
+
+def test_the_end_of_a_process_that_the_script_has_started_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = tmp_path / "helper.py"
+    helper.write_text(BEGIN + "cs.CentralStorageStrategy(['cpu:0'])\n")
+    first = f"import subprocess, sys\nsubprocess.run([sys.executable, {str(helper)!r}], check=True)\n"
+    script = of(tmp_path, first + MODEL + "strategy.run(step)\n")
+    monkeypatch.setattr(estimate, "_GRACE", 0.0)
+    outcome = estimate.tried([str(script)], None, None)
+    assert outcome.reason == "step"
+    assert [each.plan.parameters for each in estimate.estimates(outcome, None)] == [1_000_000]
+
+
+def test_a_variable_that_was_left_over_ends_no_training_in_silence(tmp_path: Path) -> None:
+    script = of(tmp_path, MODEL + "strategy.run(step)\n")
+    ended = run(str(script), environment={"CS_ESTIMATE": str(tmp_path / "gone")})
+    assert ended.code == 1
+    assert "unset CS_ESTIMATE to train" in ended.err
 
 
 def test_a_table_larger_than_the_machine_does_not_fit(tmp_path: Path) -> None:
@@ -226,6 +247,13 @@ def test_no_checkpoint_is_written(tmp_path: Path) -> None:
     found = estimated(of(tmp_path, MODEL + "w.assign(np.ones(250_000, np.float32))\n" + save))
     assert found["reason"] == "save"
     assert list(tmp_path.glob("kept*")) == []
+
+
+def test_what_failed_before_it_planned_does_not_fit(tmp_path: Path) -> None:
+    script = of(tmp_path, "raise ValueError('no data')\n")
+    found = estimated(script, code=5)
+    assert (found["fits"], found["strategies"]) == (False, [])
+    assert run("cs-ctl", "estimate", str(script)).out == ""
 
 
 def test_the_scripts_own_failure_is_told(tmp_path: Path) -> None:

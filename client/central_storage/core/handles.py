@@ -124,7 +124,9 @@ class HandleTable:
     def of_kind(self, kind: str) -> list[Handle]:
         """The objects of this kind, by number."""
         with self._lock:
-            return [self._objects[key] for key in sorted(self._objects) if key[0] == kind]
+            # The garbage collector may free any object meanwhile that is not held.
+            found = {number: each for (of, number), each in self._objects.items() if of == kind}
+        return [found[number] for number in sorted(found)]
 
     def resolve(self, kind: str, number: int) -> Handle:
         """The object for (kind, number), made if necessary. Raises PeerProtocolError for an unknown kind."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from central_storage.diagnostics.error_report import read
 from central_storage.diagnostics.gpu_inventory import visible_gpus
 from central_storage.launch.checks.finding import Finding, bad, good, hider, slower
 from central_storage.launch.packages import python_path
+from central_storage.launch.parent_death import end_with_parent
 from central_storage.launch.run_directory import clean_up
 from cs_proto.frozen import frozen, with_changes
 from cs_runtime.transport.rings import IS_ORDERED
@@ -29,8 +31,10 @@ __all__ = ["ON_GPU", "TRANSPORTS", "Transport", "Trial", "attempt", "judged", "t
 # What the user has set for trainings means nothing to a trial.
 _NOT_FOR_TRIALS = (
     "CS_ADDRESS",
+    "CS_CHECK_NUMERICS",
     "CS_DEVICES",
     "CS_ERROR_FILE",
+    "CS_ESTIMATE",
     "CS_LOG",
     "CS_LOG_DIR",
     "CS_MAILBOXES",
@@ -38,10 +42,10 @@ _NOT_FOR_TRIALS = (
     "CS_NAME_WAITS",
     "CS_PARAMETER_DEVICE",
     "CS_TIMELINE",
+    "CS_TIMES",
 )
 # Seconds. After SIGTERM a launcher ends everything within four.
 _GRACE = 8.0
-_PR_SET_PDEATHSIG = 1
 _TOO_LATE = "it has not ended after {seconds:g} s"
 _REPORT = "see docs/troubleshooting.md, and report it with this text"
 
@@ -218,7 +222,7 @@ def _running(command: list[str], directory: str, output: Any) -> Iterator[subpro
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        preexec_fn=_ended_with(os.getpid()),
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
     )
     try:
         yield process
@@ -241,22 +245,9 @@ def _code(process: subprocess.Popen[bytes], timeout: float) -> int | None:
         return None
 
 
-def _ended_with(parent: int) -> Callable[[], None]:
-    """A function for the child to call first: it asks the child to end when this process dies."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
-
-
 def _why(error: str, lines: list[str], code: int) -> str:
     """Why a trial failed: the first cause that the launcher wrote down, else its last line."""
-    with suppress(OSError, ValueError, KeyError):
-        said = json.loads(Path(error).read_text())
-        who = said["role"] if said["rank"] is None else f"{said['role']} {said['rank']}"
-        return f"{who} failed first: {said['cause']}"
+    if (said := read(error)) is not None:
+        who = said.role if said.rank is None else f"{said.role} {said.rank}"
+        return said.message if said.kind == "start" and said.message else f"{who} failed first: {said.cause}"
     return f"exit code {code}: {lines[-1]}" if lines else f"exit code {code}, and nothing was printed"

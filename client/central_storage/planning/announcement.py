@@ -30,7 +30,7 @@ def announce_plan(
     """Print the line for these variables and optimizers, unless ``CS_LOG`` asks for warnings or errors only."""
     if announces():
         specs = {each.number: _spec_of(each) for each in variables}
-        found = [Optimizer(each.rule, each.members or None) for each in optimizers]
+        found = [Optimizer(each.rule, frozenset(each.members) or None) for each in optimizers]
         announce(line(specs, found, devices, parameter_device, machine.available_nbytes()))
 
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
 from central_storage.core import opening
+from central_storage.diagnostics.logging_setup import announce
+from cs_proto.errors import ConfigurationError
 
 __all__ = ["ENVIRONMENT", "Ending", "Reason", "StepReached", "ending_in"]
 
@@ -40,6 +42,14 @@ class Ending:
     """What the strategies of this process have planned, and the file that gets it at the end."""
 
     def __init__(self, path: str) -> None:
+        try:
+            os.close(os.open(path, os.O_WRONLY))
+        except OSError as error:
+            raise ConfigurationError(
+                f"{ENVIRONMENT} is set, so this script would end before its first step, for cs-ctl estimate; but "
+                f"{path} cannot be opened ({error.strerror}): unset {ENVIRONMENT} to train"
+            ) from error
+        announce(f"[central-storage] {ENVIRONMENT} is set: this script ends before its first step")
         self._path = path
         self._process = os.getpid()
         self._plans: list[Callable[[], Mapping[str, Any] | None]] = []

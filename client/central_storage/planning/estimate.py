@@ -14,9 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from central_storage.launch.packages import python_path
+from central_storage.launch.parent_death import end_with_parent
 from central_storage.optimizers.table import default_of
 from cs_proto.arithmetic.optimizers import OPTIMIZERS
 from cs_proto.errors import ConfigurationError
@@ -82,7 +84,7 @@ def _estimate(found: Mapping[str, Any], rule: str | None) -> Estimate:
         for number, name, dtype, shape, trainable, sparse in found["variables"]
     }
     optimizers = [
-        Optimizer(rule or each["rule"], None if each["members"] is None else tuple(each["members"]))
+        Optimizer(rule or each["rule"], None if each["members"] is None else frozenset(each["members"]))
         for each in found["optimizers"]
     ]
     plan = planned(
@@ -108,17 +110,32 @@ def tried(arguments: Sequence[str], devices: str | None, parameter_device: str |
             # Whoever opens it gets a file of its own, also a process that the script starts.
             ENVIRONMENT: f"/proc/{os.getpid()}/fd/{file.fileno()}",
         }
-        child = subprocess.Popen([sys.executable, "-u", *arguments], env=environment, stdout=sys.stderr.fileno())
+        child = subprocess.Popen(
+            [sys.executable, "-u", *arguments],
+            env=environment,
+            stdout=sys.stderr.fileno(),
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGKILL),
+        )
         try:
-            was_killed = _wait(child, lambda: os.fstat(file.fileno()).st_size > 0)
+            was_killed = _wait(child, lambda: _is_reached(file.fileno(), child.pid))
         except BaseException:  # Ctrl-C, which the script has got, too
             _end(child)
             raise
-        file.seek(0)
-        lines = [json.loads(line) for line in file]
+        lines = _lines(file.fileno())
     reasons = [line["reason"] for line in lines]
     reason = next((each for each in ("step", "save", "end") if each in reasons), None)
     return Outcome(reason, child.returncode, was_killed, tuple(line for line in lines if line["reason"] == reason))
+
+
+def _lines(descriptor: int) -> list[Mapping[str, Any]]:
+    """The records that are whole."""
+    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _is_reached(descriptor: int, pid: int) -> bool:
+    """Whether the script has come to its end. That a process which it has started has ended says nothing."""
+    return any(line["reason"] != "end" or line["pid"] == pid for line in _lines(descriptor))
 
 
 def _wait(child: subprocess.Popen[bytes], is_reached: Callable[[], bool]) -> bool:

@@ -151,7 +151,7 @@ class PlanningLink:
             held = self._is_held("optimizer", number)
             members = {variable for optimizer, variable in self._slots if optimizer == number}
             members.update(getattr(held, "members", ()))
-            optimizers.append({"kind": made.kind, "rule": made.rule, "members": sorted(members) or None})
+            optimizers.append({"rule": made.rule, "members": sorted(members) or None})
         specs = ((each.number, each.spec) for each in self._variables.values())
         return {
             "devices": list(self.compute_devices),

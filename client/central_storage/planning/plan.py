@@ -30,7 +30,7 @@ class Optimizer:
     """An optimizer: its rule, and the numbers of the variables that it updates; None if only a step says which."""
 
     rule: str
-    members: tuple[int, ...] | None = None
+    members: frozenset[int] | None = None
 
 
 @frozen

@@ -108,7 +108,7 @@ def _is_launched() -> bool:
 
 def _options_first() -> bool:
     """Whether the devices that the environment names are options of a command line."""
-    return _is_launched() or ESTIMATE in os.environ
+    return _is_launched() or bool(os.environ.get(ESTIMATE))
 
 
 def _chosen(compute_devices: device_names.Devices | None, parameter_device: str | None) -> tuple[list[str], str]:
@@ -124,7 +124,7 @@ def _chosen(compute_devices: device_names.Devices | None, parameter_device: str 
         parameter_device = for_parameters
     chosen = device_names.compute_devices(compute_devices, core_count())
     owner = device_names.parameter_device(parameter_device, chosen)
-    if ESTIMATE not in os.environ:
+    if not os.environ.get(ESTIMATE):
         require_cupy([*chosen, owner])
     return chosen, owner
 

@@ -15,6 +15,7 @@ import pytest
 from central_storage.ctl import trials
 from central_storage.ctl.trial_script import STEPS, expected
 from central_storage.ctl.trials import ON_GPU, TRANSPORTS, Trial
+from central_storage.diagnostics.error_report import Failure, write
 from central_storage.diagnostics.gpu_inventory import Gpu
 from central_storage.launch.checks.finding import Finding
 
@@ -120,10 +121,12 @@ def test_the_expected_result_depends_on_nothing() -> None:
 
 def test_the_first_cause_is_told(tmp_path: Path) -> None:
     error = tmp_path / "error"
-    error.write_text(json.dumps({"role": "worker", "rank": 1, "cause": "SIGKILL"}))
+    write(str(error), Failure("death", "worker", 1, 17, "SIGKILL"), 4)
     assert trials._why(str(error), [], 4) == "worker 1 failed first: SIGKILL"
-    error.write_text(json.dumps({"role": "server", "rank": None, "cause": "exit code 1"}))
+    write(str(error), Failure("death", "server", None, 17, "exit code 1"), 5)
     assert trials._why(str(error), [], 5) == "server failed first: exit code 1"
+    write(str(error), Failure("start", "launcher", None, None, "a failed start", "no room for a run directory"), 1)
+    assert trials._why(str(error), [], 1) == "no room for a run directory"
     error.write_text("{")
     assert trials._why(str(error), ["one", "two"], 3) == "exit code 3: two"
     assert trials._why(str(tmp_path / "nothing"), [], 3) == "exit code 3, and nothing was printed"

@@ -35,13 +35,21 @@ def test_every_byte_belongs_to_one_process() -> None:
         ([], 0, False),
         ([Optimizer("sgd")], 0, False),
         ([Optimizer("adam")], 16, False),
-        ([Optimizer("adam", (1, 2))], 16, False),
-        ([Optimizer("adam", (1,)), Optimizer("sgd_momentum", (2,))], 12, False),
-        ([Optimizer("adam", (1,)), Optimizer("sgd_momentum", (1,))], 12, False),  # both update the first
-        ([Optimizer("adam", (1,)), Optimizer("sgd_momentum")], 12, False),  # the second one is left for the other
+        ([Optimizer("adam", frozenset({1, 2}))], 16, False),
+        ([Optimizer("adam", frozenset({1})), Optimizer("sgd_momentum", frozenset({2}))], 12, False),
+        (
+            [Optimizer("adam", frozenset({1})), Optimizer("sgd_momentum", frozenset({1}))],
+            12,
+            False,
+        ),  # both update the first
+        (
+            [Optimizer("adam", frozenset({1})), Optimizer("sgd_momentum")],
+            12,
+            False,
+        ),  # the second one is left for the other
         ([Optimizer("adam"), Optimizer("adamw")], 16, False),  # whichever it is
         ([Optimizer("adam"), Optimizer("sgd")], 16, True),
-        ([Optimizer("rowwise_adagrad", (1, 2))], 8, False),
+        ([Optimizer("rowwise_adagrad", frozenset({1, 2}))], 8, False),
     ],
 )
 def test_the_slots_of_the_optimizers_that_may_update(

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         "script": " ".join(arguments),
         "reason": outcome.reason,
         "exit_code": outcome.code,
-        "fits": not verdicts,
+        "fits": not verdicts and not failed,
         "machine_nbytes": total,
         "group_nbytes": group,
         "available_nbytes": available,
@@ -196,6 +196,8 @@ def _print(found: dict[str, Any]) -> None:
         print()
     for note in found["notes"][1:]:
         printing.line(note)
+    if not found["strategies"]:
+        return
     printing.line(f"not counted: {found['notes'][0]}")
     printing.line(_memory(found))
     for verdict in found["misfits"]:

@@ -7,7 +7,6 @@ when that thread ends. Only the supervisor's loop uses this module.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -20,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from central_storage.launch.parent_death import end_with_parent
 from central_storage.launch.plan import Command
 from cs_proto.messages import Introduce
 from cs_runtime import open_files
@@ -38,8 +38,6 @@ _DRAIN_NBYTES = 1 << 20
 _STACKS_SECONDS = 0.3
 # A line that has not ended after so long is shown as far as it has come.
 _FLUSH_SECONDS = 0.2
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Running(Protocol):
@@ -420,8 +418,6 @@ def _prepared(parent: int, open_files_limit: int | None) -> Callable[[], None]:
     def prepare() -> None:
         if open_files_limit is not None:
             open_files.lower_limit(open_files_limit)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died first
-            os._exit(1)
+        end_with_parent(parent, signal.SIGKILL)
 
     return prepare
