@@ -243,7 +243,7 @@ def test_warnings_are_printed_once_for_a_variable_and_then_counted(
     assert "so it was 10 times" in said[1]
     assert "'table' has inf at [7, 1], in step 13 of" in said[2]
     assert "on replica 1 " in said[2]
-    assert all(line.endswith("; the update was applied") for line in said)
+    assert all(line.endswith("; the update is not held back") for line in said)
 
 
 def test_many_variables_make_one_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +259,7 @@ def test_many_variables_make_one_line(capfd: pytest.CaptureFixture[str]) -> None
             strategy.run(step)
     [said] = [line for line in capfd.readouterr().err.splitlines() if "the gradient of" in line]
     assert "'v0' has nan at [0]" in said
-    assert "; so are those of 6 more variables; the update was applied" in said
+    assert "; so are those of 6 more variables; the update is not held back" in said
 
 
 def test_what_lies_between_variables_disturbs_nobody(raising: cs.CentralStorageStrategy) -> None:
@@ -366,3 +366,20 @@ def test_gradients_on_gpus_are_looked_at_there(parameter_device: str) -> None:
             assert equal([w.numpy(), table.numpy(), sgd.iterations], list(before))
         strategy.run(step, args=(True, 1.0, 1.0))
         assert w.numpy()[1, 2] == 1 - 3
+
+
+def test_what_numpy_does_about_errors_stays_as_the_function_has_left_it() -> None:
+    with cs.CentralStorageStrategy(["cpu:0"], check_numerics="raise") as strategy:
+        with strategy.scope():
+            w = cs.Variable(np.ones(3, F32))
+            optimizer = cs.optimizers.SGD(0.5)
+
+        def step(value: float) -> dict[str, str]:
+            with np.errstate(all="raise"):
+                optimizer.apply_gradients([(np.full(3, value, F32), w)])
+            return dict(np.geterr())
+
+        before = strategy.run(step, args=(1.0,))
+        with pytest.raises(NumericsError):
+            strategy.run(step, args=(NAN,))
+        assert strategy.run(step, args=(1.0,)) == before == dict(np.geterr())

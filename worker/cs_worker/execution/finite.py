@@ -37,10 +37,11 @@ def limit_of(dtype: np.dtype[Any], replicas: int, weight: float = 1.0, rows: int
     '1.701e+38'
     """
     own = np.finfo(dtype)
-    added = np.finfo(np.float32) if dtype == np.float16 else own  # the server adds up halves in single precision
-    if not added.dtype.type(weight):
+    # The server weighs dense halves in single precision, and adds up sparse and bounded ones in half precision.
+    weighed = np.float32 if dtype == np.float16 else own.dtype.type
+    if not weighed(weight):
         return math.inf
-    return min(float(own.max), float(added.max) / max(1, rows) / replicas / weight)
+    return min(float(own.max), float(own.max) / max(1, rows) / replicas / weight)
 
 
 def is_fine(values: np.ndarray, limit: float) -> bool:
@@ -55,7 +56,7 @@ def is_fine(values: np.ndarray, limit: float) -> bool:
     flat = _parts(values)
     if flat.dtype == np.float16:
         pieces = (flat[first : first + _PIECE] for first in range(0, flat.size, _PIECE))
-        return limit >= float(np.finfo(np.float16).max) and all(bool(np.isfinite(piece).all()) for piece in pieces)
+        return all(bool(np.abs(piece).max() <= limit) for piece in pieces)  # of NaN the largest is NaN
     # The rounded sum of squares is not smaller than any of them, and NaN stays: nothing reads memory faster.
     square = float(np.dot(flat, flat))
     return square <= limit * limit and square < math.inf

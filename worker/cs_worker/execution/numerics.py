@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ class Numerics:
         for dense in late:
             self._report(self._in_buffers(dense), dense.site)
 
-    def _in_buffers(self, dense: _Dense) -> Iterator[_Found]:
+    def _in_buffers(self, dense: _Dense) -> Generator[_Found, None, None]:
         catalogue, numbers, buffers = self._shop.catalogue, dense.numbers, dense.buffers
         with np.errstate(all="ignore"):
             spans = self._spans(numbers, buffers)
@@ -117,7 +118,7 @@ class Numerics:
 
     def _looked_at(
         self, pairs: Iterable[tuple[Any, int]], rows: Iterable[tuple[Any, Any, int]], weight: float
-    ) -> Iterator[_Found]:
+    ) -> Generator[_Found, None, None]:
         """What is found in arrays as the user gave them, on the host or on the device."""
         given = [(array, number, None, self._limit(array.dtype, weight)) for array, number in pairs]
         given += [
@@ -140,25 +141,26 @@ class Numerics:
     def _limit(self, dtype: np.dtype[Any], weight: float, rows: int = 1) -> float:
         return limit_of(dtype, self._shop.replicas, weight, rows)
 
-    def _in_array(self, number: int, values: np.ndarray, limit: float) -> Iterator[_Found]:
+    def _in_array(self, number: int, values: np.ndarray, limit: float) -> Generator[_Found, None, None]:
         if not is_fine(values, limit) and (bad := first_bad(values, limit)) is not None:
             yield _Found(number, values.dtype, bad)
 
-    def _report(self, found: Iterable[_Found], site: str) -> None:
+    def _report(self, found: Generator[_Found, None, None], site: str) -> None:
         """Raise NumericsError for the first one, or log a line: of a variable when it comes for the first, tenth,
         hundredth time and so on; of several one, with their count."""
         counts, named = self._shop.bad_gradients, []
-        for each in found:
-            if self._raises:
-                raise NumericsError(f"{self._said(each, site)}. Nothing of this update was applied; {_REMEDY}")
-            counts[each.number] += 1
-            if _is_power_of_ten(counts[each.number]):
-                named.append(each)
+        with closing(found):  # before an error leaves: it has changed what NumPy does about errors
+            for each in found:
+                if self._raises:
+                    raise NumericsError(f"{self._said(each, site)}. Nothing of this update was applied; {_REMEDY}")
+                counts[each.number] += 1
+                if _is_power_of_ten(counts[each.number]):
+                    named.append(each)
         if named:
             times = counts[named[0].number]
             again = f"; so it was {times} times" if times > 1 else ""
             others = f"; so are those of {len(named) - 1} more variables" if len(named) > 1 else ""
-            _log.warning("%s%s%s; the update was applied", self._said(named[0], site), others, again)
+            _log.warning("%s%s%s; the update is not held back", self._said(named[0], site), others, again)
 
     def _said(self, found: _Found, site: str) -> str:
         place, value = found.bad
