@@ -144,11 +144,12 @@ def test_a_script_that_cannot_share_memory_says_so_and_trains_the_same(
     options = ("--read-only", "--security-opt", f"seccomp={SECCOMP}")
     ended = Script(service, "-c", TRAIN, DIGITS, options=options).end()
     assert ended.last == weights(2)
-    said = [line for line in ended.err.splitlines() if line.startswith("[central-storage]")]
-    assert said == [
+    transport, plan = [line for line in ended.err.splitlines() if line.startswith("[central-storage]")]
+    assert transport == (
         "[central-storage] 2 replicas (cpu:0, cpu:1), parameters on cpu:0, transport ipc + bytes in frames: "
         "the service's memory cannot be mapped here (Operation not permitted)"
-    ]
+    )
+    assert plan.startswith("[central-storage] planned memory: ")
 
 
 def test_all_are_healthy_within_20_seconds(service: Project) -> None:
