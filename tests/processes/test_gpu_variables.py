@@ -248,6 +248,27 @@ def test_gradients_on_the_same_gpu_are_born_where_the_server_reads_them(
         assert np.array_equal(ours, theirs)
 
 
+def test_gradients_on_the_same_gpu_of_variables_that_adjoin(gpus: StandInGpus) -> None:
+    """Adjacent variables are one range of an update, and their gradient buffers are several."""
+    with cs.CentralStorageStrategy(["gpu:1"], "gpu:1", server_recovery=False) as strategy:
+        with strategy.scope():
+            variables = [cs.Variable(np.zeros(size, F32)) for size in (16, 32, 5, 64, 16)]
+            optimizer = cs.optimizers.SGD(1.0)
+
+        def step() -> None:
+            xp = cs.get_array_module()
+            buffers = cs.gradient_buffers(variables)
+            for number, buffer in enumerate(buffers, 1):
+                xp.multiply(xp.ones(buffer.shape, F32), F32(-number), out=buffer)
+            optimizer.apply_gradients(list(zip(buffers, variables, strict=True)))
+
+        strategy.run(step)
+        strategy.run(step)
+        assert [v.numpy().tolist() for v in variables] == [
+            [2.0 * number] * v.size for number, v in enumerate(variables, 1)
+        ]
+
+
 @pytest.mark.slow
 def test_gradients_on_the_same_gpu_outlive_the_server(
     gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, expected: list[np.ndarray]

@@ -89,6 +89,15 @@ class DeviceMemory:
         """Whether bytes ``start`` to ``stop`` were made as one range."""
         return self._made.get((segment, start), start) >= stop
 
+    def covers(self, segment: str, start: int, stop: int) -> bool:
+        """Whether all bytes from ``start`` to ``stop`` were made, as one range or as several that follow each other."""
+        while start < stop:
+            end = self._made.get((segment, start), start)
+            if end == start:
+                return False
+            start = end
+        return True
+
     def addresses(self, segment: str, offsets: np.ndarray) -> np.ndarray:
         """The addresses of the bytes at ``offsets`` (int64 [n]) of a segment."""
         starts = self._starts[segment]

@@ -73,7 +73,8 @@ class GpuStore:
         self._memory, self._arithmetic, self._journal = memory, arithmetic, journal
         self._on_device = DeviceMemory(gpu)
         self._staging = Staging(gpu, self._on_device, replicas, self._until)
-        self._updates = DeviceUpdates(gpu, self._on_device, self._staging, memory, self._until)
+        keeps = journal is not None
+        self._updates = DeviceUpdates(gpu, self._on_device, self._staging, memory, self._until, keeps=keeps)
         self._made_nbytes = 0
         self._exports = True
         if journal is not None:

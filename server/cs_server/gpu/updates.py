@@ -15,6 +15,7 @@ import numpy as np
 
 from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import Hyperparameters
+from cs_proto.errors import DeviceError
 from cs_proto.frozen import frozen, with_changes
 from cs_proto.memory_plan import GPU_DTYPES
 from cs_server.compute.clipping import UNBOUNDED, Clipping, factors_together, square_of
@@ -58,9 +59,13 @@ class _Gradient:
 class DeviceUpdates:
     """Launches the updates of a GPU store. Used by one thread."""
 
-    def __init__(self, gpu: Gpu, on_device: DeviceMemory, staging: Staging, memory: Memory, until: float) -> None:
-        """Raises DeviceMemoryError if the GPU is still full at the time ``until``."""
+    def __init__(
+        self, gpu: Gpu, on_device: DeviceMemory, staging: Staging, memory: Memory, until: float, *, keeps: bool
+    ) -> None:
+        """``keeps``: gradients that lie on the GPU are in host memory, too, as in :class:`Located`. Raises
+        DeviceMemoryError if the GPU is still full at the time ``until``."""
         self._gpu, self._on_device, self._staging, self._memory = gpu, on_device, staging, memory
+        self._keeps = keeps
         self._squares = gpu.allocate(_SQUARES_NBYTES, until)
         self._loaded: set[tuple[str, Rule | None]] = set()
         self._remembered: dict[Dense, tuple[Pieces, list[_Gradient]]] = {}
@@ -213,10 +218,12 @@ class DeviceUpdates:
         spans = [(first * itemsize, last * itemsize) for first, last in part.ranges]
         in_memory = segment_names.host_gradients(name)
         values = self._memory.elements(in_memory, part.dtype)
-        # The previous server may have had this buffer on the GPU while this one has not. Then host memory holds it,
-        # too.
-        if name != in_memory and all(self._on_device.has(name, *span) for span in spans):
-            return _Gradient(values, name)
+        if name != in_memory:
+            if all(self._on_device.covers(name, *span) for span in spans):
+                return _Gradient(values, name)
+            # The previous server may have had this buffer on the GPU while this one has not.
+            if not self._keeps:
+                raise DeviceError(f"{self._gpu.name} does not hold the gradients {name}, and nor does host memory")
         start = values.ctypes.data
         locked = [self._gpu.page_lock(start + first, start + last) for first, last in spans]
         return _Gradient(values, is_locked=all(locked))
