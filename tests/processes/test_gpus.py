@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.harness.training import linear
 
 import central_storage as cs
 from central_storage import errors
+from central_storage.diagnostics.remedies import CUPY_ARRAYS
 
 F32 = np.float32
 
@@ -101,6 +103,26 @@ def test_variables_on_the_same_gpu_are_read_there_and_keep_their_bits(capfd: pyt
     printed = capfd.readouterr().err
     assert printed.count("transport CUDA IPC: variables on gpu:0 are copied there, rows read where they lie") == 1
     assert printed.count("transport staging: variables are on another GPU") == 1
+
+
+def test_operators_take_variables_and_functions_of_cupy_do_not(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        w, v = (cs.Variable(np.array(rows, np.float32)) for rows in ([[1, 2], [3, 4]], [[2, 0], [1, 1]]))
+    a, b, x = w.numpy(), v.numpy(), np.array([[1, 1], [0, 2]], np.float32)
+
+    def step() -> list[Any]:
+        xp = cs.get_array_module()
+        here = xp.asarray(x)
+        found = [here @ w, w @ here, w @ v, here + w, w - here, here / w, w**here, here < w, w >= here, [1, 2] * w]
+        return [each.get() for each in found]
+
+    expected = [x @ a, a @ x, a @ b, x + a, a - x, x / a, a**x, x < a, a >= x, np.array([1, 2], np.float32) * a]
+    for ours, theirs in zip(two.experimental_local_results(two.run(step))[1], expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    with pytest.raises(TypeError) as refused:
+        two.run(lambda: cs.get_array_module().matmul(w, w))
+    assert CUPY_ARRAYS in "".join(traceback.format_exception(refused.value))
 
 
 def test_only_what_has_changed_is_copied(two: cs.CentralStorageStrategy) -> None:

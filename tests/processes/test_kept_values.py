@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -245,3 +247,22 @@ def test_copies_are_the_readers_for_good(service: cs.CentralStorageStrategy) -> 
             assert copy.flags.writeable
 
     service.run(step)
+
+
+def test_what_a_failed_step_held_is_freed_with_it(two: cs.CentralStorageStrategy) -> None:
+    """A script may catch the error and go on with smaller batches."""
+
+    def fail() -> None:
+        gc.disable()
+        held = np.zeros(1000)
+        gc.of_the_failed = weakref.ref(held)  # type: ignore[attr-defined]
+        raise MemoryError("no more")
+
+    def is_freed() -> bool:
+        reference = vars(gc).pop("of_the_failed")
+        gc.enable()
+        return reference() is None
+
+    with pytest.raises(MemoryError, match="no more"):
+        two.run(fail)
+    assert all(two.experimental_local_results(two.run(is_freed)))

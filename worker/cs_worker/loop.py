@@ -21,7 +21,7 @@ import numpy as np
 from central_storage import nest
 from central_storage.core.context import enter_replica
 from central_storage.core.random_streams import Streams
-from central_storage.diagnostics.read_only import explain
+from central_storage.diagnostics.remedies import explain
 from central_storage.pickling.pickler import are_plain, load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names
@@ -196,8 +196,10 @@ class Loop:
         except BaseException as raised:
             if self._shop.interrupts.terminating:
                 raise
-            told = written.verdict(raised) if outer is None else raised
-            error = raised_error(told, replica.replica, replica.count, self._shop.arena)
+            # No name holds what the verdict returns: its traceback holds this frame, and so the user's arrays.
+            error = raised_error(
+                written.verdict(raised) if outer is None else raised, replica.replica, replica.count, self._shop.arena
+            )
         finally:
             self._under_way.pop()
         if restore is not None:

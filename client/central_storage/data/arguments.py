@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from central_storage.diagnostics.read_only import explain
+from central_storage.diagnostics.remedies import explain
 from cs_proto.errors import InvalidArgumentError
 
 from .element_spec import TensorSpec

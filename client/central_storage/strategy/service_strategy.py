@@ -25,7 +25,7 @@ from central_storage.core.random_streams import Streams, function_name
 from central_storage.core.recovery_options import Recovery
 from central_storage.core.tensors.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
-from central_storage.diagnostics.read_only import explain
+from central_storage.diagnostics.remedies import explain
 from central_storage.optimizers import GradientAccumulator, Optimizer, optimizer_of
 from central_storage.planning.announcement import announce_plan
 from central_storage.variables.moving_averages import ExponentialMovingAverage

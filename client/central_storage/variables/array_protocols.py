@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -38,6 +39,39 @@ _TRACED = (
 _DLPACK_CPU = (1, 0)
 
 
+class _ArrayUfunc:
+    """The method ``__array_ufunc__``; None on a variable whose value lies on a GPU.
+
+    NumPy asks the class, CuPy the object. By None (NEP 13) CuPy's operators leave the operation to the variable. CuPy's
+    own ``array @ variable`` raises a TypeError, because its matmul takes arrays of CuPy alone.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, variable: ArrayProtocols | None, owner: type) -> Any:
+        if variable is None:
+            return self._method
+        return None if variable._is_on_gpu else MethodType(self._method, variable)  # noqa: SLF001
+
+
+def _both(ufunc: np.ufunc) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An operator and its reflection. Those of ``NDArrayOperatorsMixin`` refuse two variables on a GPU, whose
+    ``__array_ufunc__`` is None."""
+
+    def forward(self: ArrayProtocols, other: Any) -> Any:
+        if not isinstance(other, ArrayProtocols) and getattr(other, "__array_ufunc__", ()) is None:
+            return NotImplemented
+        return ufunc(self, other)
+
+    def reflected(self: ArrayProtocols, other: Any) -> Any:
+        if getattr(other, "__array_ufunc__", ()) is None:
+            return NotImplemented
+        return ufunc(other, self.current() if hasattr(other, "__cuda_array_interface__") else self)
+
+    return forward, reflected
+
+
 class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
     """Base of the variable. It reads by :meth:`current`, or from the view that was read last."""
 
@@ -53,6 +87,12 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
     def _replica(self) -> ReplicaBackend | None:
         """The replica of the variable's strategy whose function this thread runs."""
         return None if self._strategy is None else current_replica(self._strategy)
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        """Whether this thread runs a replica function on a GPU."""
+        replica = self._replica
+        return replica is not None and replica.array_module() is not np
 
     def current(self) -> np.ndarray:
         """The value: a read-only view inside a replica, a copy elsewhere."""
@@ -70,6 +110,7 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
             return value
         return np.array(value, dtype) if copy else np.asarray(value, dtype)
 
+    @_ArrayUfunc
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """NumPy's operators and ufuncs act on the value; a variable is never their output."""
         written = inputs[:1] if method == "at" else kwargs.get("out", ()) if kwargs else ()
@@ -86,6 +127,24 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
             if type(error).__name__ == "TracerArrayConversionError":
                 error.add_note(_TRACED)
             raise
+
+    __add__, __radd__ = _both(np.add)
+    __sub__, __rsub__ = _both(np.subtract)
+    __mul__, __rmul__ = _both(np.multiply)
+    __matmul__, __rmatmul__ = _both(np.matmul)
+    __truediv__, __rtruediv__ = _both(np.true_divide)
+    __floordiv__, __rfloordiv__ = _both(np.floor_divide)
+    __mod__, __rmod__ = _both(np.remainder)
+    __divmod__, __rdivmod__ = _both(np.divmod)
+    __pow__, __rpow__ = _both(np.power)
+    __lshift__, __rlshift__ = _both(np.left_shift)
+    __rshift__, __rrshift__ = _both(np.right_shift)
+    __and__, __rand__ = _both(np.bitwise_and)
+    __xor__, __rxor__ = _both(np.bitwise_xor)
+    __or__, __ror__ = _both(np.bitwise_or)
+    __lt__, __gt__ = _both(np.less)[0], _both(np.greater)[0]
+    __le__, __ge__ = _both(np.less_equal)[0], _both(np.greater_equal)[0]
+    __eq__, __ne__ = _both(np.equal)[0], _both(np.not_equal)[0]
 
     def _like(self, other: Any) -> Any:
         """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""

@@ -14,6 +14,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from . import _machine, cuda
 
+#: What takes device arrays alone, where other functions take whatever shows device memory in CUDA's way.
+_OWN_ARRAYS = {"concatenate", "dot", "matmul", "stack"}
 #: What says something of arrays without looking at what they hold.
 _SAYS = {"can_cast", "ndim", "result_type", "shape", "size", "may_share_memory", "shares_memory", "dtype"}
 
@@ -168,6 +170,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
                     raise TypeError(f"Unsupported type {type(other)}")
                 if not hasattr(other, "__cuda_array_interface__"):
                     return NotImplemented
+        if ufunc.__name__ in _OWN_ARRAYS:
+            _check_own(inputs)
         return compute(getattr(ufunc, method), *inputs, **kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -292,9 +296,19 @@ def function(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         kwargs.pop("blocking", None)
         if name in _SAYS:
             return call(*_bare(args), **_bare(kwargs))
+        if name in _OWN_ARRAYS:
+            _check_own(args)
         return compute(call, *args, **kwargs)
 
     return wrapped
+
+
+def _check_own(args: tuple[Any, ...]) -> None:
+    for leaf in _leaves(args):
+        if not isinstance(leaf, ndarray) and hasattr(leaf, "__cuda_array_interface__"):
+            raise TypeError(
+                f"Argument 'b' has incorrect type (expected cupy._core.core._ndarray_base, got {type(leaf).__name__})"
+            )
 
 
 def array(

@@ -11,7 +11,7 @@ import pytest
 from tests.harness.services import connected
 
 import central_storage as cs
-from central_storage.diagnostics.read_only import READ_ONLY, explain
+from central_storage.diagnostics.remedies import READ_ONLY, explain
 
 
 @pytest.fixture(scope="module")
