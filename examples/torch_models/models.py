@@ -69,7 +69,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1])
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.logits(self.norm(self.blocks(self.characters(tokens) + self.positions(positions))))
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from central_storage.core.context import get_replica_context, has_strategy
+from central_storage.core.values import convert_to_tensor
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .share import Share, here
@@ -93,7 +94,12 @@ def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
     host = tensor.detach().cpu()
     widened = host.float() if host.dtype in (torch.bfloat16, torch.float16) else host
     total = context.all_reduce("SUM", widened.contiguous().numpy())
-    return torch.from_numpy(np.array(total)).to(tensor.device, tensor.dtype)
+    return _tensor_of(total, tensor)
+
+
+def _tensor_of(value: Any, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own with the value that a collective returned, which on a GPU is an array of CuPy."""
+    return torch.from_numpy(np.array(convert_to_tensor(value))).to(like.device, like.dtype)
 
 
 def _share(what: str) -> Share | None:
@@ -150,7 +156,7 @@ class _Gather(torch.autograd.Function):
         host = own.detach().cpu()
         widened = host.float() if host.dtype in (torch.bfloat16, torch.float16) else host
         whole = context.all_gather(widened.contiguous().numpy(), axis=dim)
-        return torch.from_numpy(np.array(whole)).to(tensor.device, tensor.dtype)
+        return _tensor_of(whole, tensor)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]

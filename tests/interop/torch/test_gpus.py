@@ -113,6 +113,28 @@ def test_tables_larger_than_the_gpu_train_as_with_torch_alone(two: cs.CentralSto
     torch.testing.assert_close(scores(batch_of(9)[0]), alone(batch_of(9)[0]), rtol=1e-5, atol=1e-5)
 
 
+def test_batches_are_normalized_over_replicas_on_gpus(two: cs.CentralStorageStrategy) -> None:
+    """What a collective returns there is an array of CuPy, which NumPy refuses to take."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3))
+    alone = copy.deepcopy(net)
+    with two.scope():
+        model = cst.centralize(net, sync_batchnorm=True)
+
+    @cst.step(model, cst.optim.SGD(model.parameters(), lr=0.1))
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model(x), y)
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(10, 4, generator=generator), torch.randint(0, 3, (10,), generator=generator)
+
+    losses = [train(batch(seed)) for seed in range(4)]
+    optimizers = [torch.optim.SGD(alone.parameters(), lr=0.1)]
+    expected = train_alone(alone, optimizers, map(batch, range(4)), lambda module, x, y: cross_entropy(module(x), y))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert difference(model, alone) < 1e-5
+
+
 def copied(strategy: cs.CentralStorageStrategy) -> int:
     """The bytes that were copied to the first GPU."""
     counts = strategy.run(lambda: cs.get_array_module().counts()["host_to_device_nbytes"])  # type: ignore[attr-defined]
