@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         config = Config(options.run_directory, options.replica, options.incarnation, options.device)
+        # JAX would take three quarters of a GPU at its first use, and CuPy and other workers there need memory, too.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         device = open_device(config.device)
         link_to_supervisor = supervisor_link.connect(config.run_directory)
         connection = SupervisorLink(

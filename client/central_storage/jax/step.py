@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from central_storage.core.context import get_array_module
 from central_storage.core.options import RunOptions
 from central_storage.core.public_objects import Closed
 from central_storage.core.values import DistributedValues, PerReplica, local_results, regroup, select_replicas
@@ -264,17 +265,38 @@ def _train(
     value, aux = 0.0, None
     if weight:
         compute = program.compiled(loss, leaves, has_aux)
-        (loss_value, aux), gradients = compute(*leaves.arrays(), draw_words(), rows)
+        (loss_value, aux), gradients = compute(*leaves.arrays(), draw_words(), _operands(rows))
         value = float(loss_value)
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"the loss {_name(loss)} is {value} for a share of {len(weights)} rows; the step has changed nothing"
             )
         for buffer, gradient in zip(buffers, gradients, strict=True):
-            np.copyto(buffer, gradient)  # waits until JAX has computed, so nothing reads the parameters afterwards
+            _put(buffer, gradient)
         aux = jax.tree.map(_as_data, aux)
     apply(groups, buffers, leaves.trained, weight)
     return weight, value, PerReplica([aux])
+
+
+def _operands(rows: Any) -> Any:
+    """A share as JAX takes it: on a GPU its leaves are arrays of CuPy, which JAX reads where they lie."""
+    return rows if get_array_module() is np else jax.tree.map(_of_cupy, rows)
+
+
+def _of_cupy(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | jax.Array) or not hasattr(leaf, "__dlpack__"):
+        return leaf
+    narrowed = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+    return jax.dlpack.from_dlpack(get_array_module().ascontiguousarray(narrowed))
+
+
+def _put(buffer: Any, gradient: jax.Array) -> None:
+    """Copy a gradient to its buffer. It waits until JAX has computed, so nothing reads the parameters afterwards."""
+    if isinstance(buffer, np.ndarray):
+        np.copyto(buffer, gradient)
+    else:  # of CuPy
+        computed = jax.block_until_ready(gradient.astype(buffer.dtype))
+        buffer[...] = get_array_module().from_dlpack(computed)
 
 
 def _as_data(leaf: Any) -> np.ndarray:
