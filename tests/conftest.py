@@ -109,7 +109,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> list[str]:
     """The versions that decide, and what this machine has."""
-    gpu = _why_no_gpu()
+    gpu = why_no_gpu()
     return [
         f"python {platform.python_version()}, numpy {np.__version__}, pyzmq {zmq.__version__} over libzmq "
         f"{zmq.zmq_version()}, {os.cpu_count()} CPUs, GPU: {gpu or 'yes'}, time unit {unit():g} s"
@@ -165,7 +165,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _collecting in config.stash:
         config.stash[_collecting].close()
     wanted = [item for item in items if item.get_closest_marker("gpu")]
-    reason = _why_no_gpu() if wanted else None
+    reason = why_no_gpu() if wanted else None
     if reason:
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -199,7 +199,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
             pytest.fail(f"the test left behind:\n{text}", pytrace=False)
 
 
-def _why_no_gpu() -> str | None:
+def why_no_gpu() -> str | None:
+    """The reason for skipping the tests that need a GPU; None if there is one."""
     try:
         import cupy
     except ImportError:

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.timeout(func_only=True),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*no gradient for:UserWarning"),
+    pytest.mark.filterwarnings("ignore:synchronization=ON_READ has no effect:UserWarning"),
 ]
 
 #: One strategy for each number of replicas is kept; programs that need several at once, or raise, say nothing of GPUs.

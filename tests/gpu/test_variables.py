@@ -1,7 +1,7 @@
 """Variables on a real GPU: what `tests/server/gpu/test_store.py` shows over the stand-in, with the driver's own words.
 
 A GPU contracts nothing and rounds like the processor, so single and double precision have the reference's bits; powers
-and norms are within rounding.
+and norms are within rounding. For a rule that needs norms, the reference adds up gradients of halves in half precision.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_every_rule_against_the_reference(both: Both, rule: str) -> None:
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - ROWWISE))
 def test_halves(both: Both, rule: str) -> None:
     both.commit(apply(rule, variables(both, rule, ["float16"])))
-    both.assert_same(0.0 if RULES[rule].is_compiled else 4e-3)
+    both.assert_same(0.0 if RULES[rule].is_compiled and RULES[rule].direction is None else 4e-3)
 
 
 @pytest.mark.parametrize("rule", ["sgd_momentum", "nadam", "adam"])
