@@ -331,6 +331,15 @@ def test_looks_for_bad_numbers_are_measured() -> None:
     assert len([line for line in lines if line.startswith("  Adam, 1MB: ")]) == 2
 
 
+@pytest.mark.slow
+def test_the_places_of_variables_are_measured() -> None:
+    """On a CPU, because the program asks for nothing that only a GPU has."""
+    command = (sys.executable, ROOT / "benchmarks" / "gpus.py", "--device", "cpu:0", "--sizes", "1", "--steps", "2")
+    rows = [line.strip("| ").split(" | ") for line in run(*command, timeout=unit(60)).ok().lines]
+    assert [row[0] for row in rows if "---" not in row[0]] == ["step", "SGD, 1 MB", "Adam, 1 MB"]
+    assert all(float(cell.removesuffix(" ms")) > 0 for row in rows[2:] for cell in row[1:])
+
+
 def test_growth_has_goals(benchmark: Any) -> None:
     import scaling
 
