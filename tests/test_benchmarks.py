@@ -340,6 +340,35 @@ def test_the_places_of_variables_are_measured() -> None:
     assert all(float(cell.removesuffix(" ms")) > 0 for row in rows[2:] for cell in row[1:])
 
 
+def test_observers_are_shown_beside_their_goals(benchmark: Any) -> None:
+    import observing
+
+    found = observing.Figures([1e-3, 2e-3, 1e-3], [1.008e-3, 2e-3, 1.5e-3], share=0.002)
+    assert observing.line(1, "exporter", found) == (
+        "| 1 ms | exporter | each second | 1.000 | 1.500 | 1.008 | 1.004 … 1.254 | 0.2 |"
+    )
+    in_script = observing.Figures([1e-3], [1.02e-3])
+    assert observing.line(10, "timeline", in_script).endswith(" | 1.020 | 1.020 … 1.020 | in the script |")
+    goals = [observing.verdict(1, "exporter", found), observing.verdict(10, "timeline", in_script)]
+    assert [(goal["work"], goal["is_met"]) for goal in goals] == [
+        ("a step of 1 ms, exporter", True),
+        ("a step of 10 ms, timeline", False),
+    ]
+
+
+@pytest.mark.slow  # it starts each observer
+@pytest.mark.timeout(unit(180))
+def test_the_cost_of_observers_is_measured(benchmark: Any) -> None:
+    import observing
+
+    command = (sys.executable, ROOT / "benchmarks" / "observing.py", "--quick", "--sizes", "1")
+    lines = run(*command, timeout=unit(150)).ok().lines
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| 1 ms")]
+    assert [row[1] for row in rows] == list(observing.OBSERVERS)
+    assert all(float(cell) > 0 for row in rows for cell in row[3:6])
+    assert len([line for line in lines if line.startswith("  a step of 1 ms, ")]) == len(rows) - 1
+
+
 def test_growth_has_goals(benchmark: Any) -> None:
     import scaling
 
