@@ -122,6 +122,13 @@ def test_nobody_gets_in_without_the_token_and_nothing_is_printed(training: tuple
     assert launched.child.err == printed
 
 
+def test_the_exporter_has_a_lower_priority_than_the_training(training: tuple[Training, Scraper]) -> None:
+    launched, scraper = training
+    scraper.samples()  # it works, so it has set its priority
+    (exporter,) = exporters(launched.child)
+    assert exporter.nice() == min(19, psutil.Process(launched.child.pid).nice() + 10)
+
+
 def test_counters_go_on_while_processes_die_and_others_scrape(training: tuple[Training, Scraper]) -> None:
     launched, scraper = training
     is_over = threading.Event()

@@ -159,9 +159,11 @@ class Looker:
         self._observer: Observer | None = None
         self._last: Counters | None = None
         self._memory: dict[int, processes.Memory | None] = {}
+        self._segments: dict[str, int] | None = None
 
     def look(self, *, memory: bool = True) -> Reading:
-        """The service now. Without ``memory``, the memory of its processes is as the last look found it."""
+        """The service now. Without ``memory``, the memory of its segments and processes is as the last look found
+        it."""
         report = counters = None
         is_silent = False
         supervisor = self.entry.file.supervisor if self.entry.file else 0
@@ -258,7 +260,7 @@ class Looker:
             variables=counters.variables if counters else None,
             parameter_nbytes=counters.parameter_nbytes if counters else None,
             slot_nbytes=counters.slot_nbytes if counters else None,
-            shared_nbytes=processes.segment_nbytes(supervisor) if supervisor and report is not None else None,
+            shared_nbytes=self._segment_nbytes(supervisor, report, memory),
             restarts=report.restarts if report is not None else None,
             max_restarts=report.max_restarts if report is not None else None,
             log_directory=(file.log_directory or None) if file else None,
@@ -300,6 +302,14 @@ class Looker:
                     )
                 )
         return tuple(found)
+
+    def _segment_nbytes(self, supervisor: int, report: ServiceReport | None, memory: bool) -> dict[str, int] | None:
+        """The memory of all segments by kind; None if the supervisor does not answer, or hides them."""
+        if not supervisor or report is None:
+            self._segments = None
+        elif memory or self._segments is None:
+            self._segments = processes.segment_nbytes(supervisor)
+        return self._segments
 
     def _process(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
 
 from central_storage.ctl.reading import Looker, Reading
@@ -19,6 +20,8 @@ __all__ = ["main"]
 
 # Seconds for each answer. A look takes at most three answers, and Prometheus waits ten seconds.
 _TIMEOUT = 2.0
+# What is added to the niceness: if all processors are busy, a scrape waits and the training does not.
+_NICENESS = 10
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     listener = socket.socket(fileno=options.descriptor)
     token = read_token(options.token_file)
+    os.nice(_NICENESS)
     with Looker(_entry(options.run_directory), _TIMEOUT) as looker:
 
         def look(memory: bool) -> Reading:

@@ -21,8 +21,8 @@ __all__ = ["Families", "Metrics"]
 
 # Seconds for which one look serves all who ask: however many scrape, the service is looked at five times a second.
 _FRESH_SECONDS = 0.2
-# Seconds between two looks at the memory of the processes, for which the kernel halts a large process for a moment.
-_MEMORY_SECONDS = 5.0
+# Seconds between two looks at the memory of the service, which take as long as dozens of other looks.
+_MEMORY_SECONDS = 15.0
 
 Labels = tuple[str, ...]
 #: Looks at the service; the argument says whether also at the memory of its processes.

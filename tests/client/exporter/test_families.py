@@ -121,8 +121,8 @@ def test_one_look_serves_who_asks_soon_after(service: Service) -> None:
     service.samples()
     service.after(0.1)
     service.after(0.1)
-    service.after(4.7)
-    service.after(0.2)
+    service.after(14.6)
+    service.after(0.4)
     assert service.memory == [True, False, False, True]
 
 
