@@ -333,6 +333,79 @@ def test_the_option_of_the_launcher_counts(options: list[str], lines: list[str],
     assert launched.lines == lines
 
 
+IN_FRAMES = """
+import numpy as np
+import central_storage as cs
+
+with cs.CentralStorageStrategy() as strategy:
+    with strategy.scope():
+        w = cs.Variable(np.zeros((3, 5), np.float32), name="w")
+        table = cs.Variable(np.zeros((9, 2), np.float32), name="table", sparse=True)
+        adam = cs.optimizers.Adam(0.5)
+
+    def step(in_buffers, dense, sparse):
+        [gradient] = cs.gradient_buffers([w]) if in_buffers else [np.empty((3, 5), np.float32)]
+        gradient[...] = 1
+        rows = np.ones((2, 2), np.float32)
+        if cs.get_replica_context().replica_id_in_sync_group:
+            gradient[1, 4], rows[1, 0] = dense, sparse
+        adam.apply_gradients([(gradient, w), (cs.IndexedSlices(rows, np.array([4, 7])), table)])
+
+    for in_buffers in (False, True):
+        for dense, sparse in ((np.nan, 1), (1, np.inf), (1, 1)):
+            before = w.numpy(), table.numpy(), adam.iterations
+            try:
+                strategy.run(step, args=(in_buffers, dense, sparse))
+            except cs.errors.NumericsError as error:
+                print(str(error).partition(",")[0])
+                assert all(map(np.array_equal, before, (w.numpy(), table.numpy(), adam.iterations)))
+    assert np.isfinite(w.numpy()).all() and np.isfinite(table.numpy()).all()
+    print(adam.iterations)
+"""
+
+
+def test_gradients_that_travel_in_frames_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_FRAMES)
+    options = ("--memory", "frames", "--devices", "cpu:0,cpu:1", "--check-numerics", "raise")
+    ended = run("cs-launch", *options, "train.py", directory=tmp_path).ok()
+    named = ["the gradient of 'w' has nan at [1", "the gradient of 'table' has inf at [7"]
+    assert ended.lines == [*named, *named, "2"]
+
+
+@pytest.mark.parametrize(
+    ("place", "bad", "check"),
+    [
+        ("return", -1, "raise"),  # the dead worker has looked, and found nothing
+        ("return", 1, "raise"),  # it has found a bad number, and nobody knows
+        ("return", 0, "raise"),  # the other one has found it
+        ("returned", 1, "raise"),
+        ("returned", 1, "warn"),  # the update is there, and nobody has looked
+    ],
+)
+def test_a_worker_that_dies_after_its_look_looks_again(
+    place: str, bad: int, check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CS_FAILPOINTS", f"worker.{place}[1]=kill@2")
+    monkeypatch.setenv("CS_FAILPOINTS_DIR", str(tmp_path))
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics=check) as strategy:  # type: ignore[arg-type]
+        training, truth = Training(strategy), Training(strategy)
+        training.run()
+        before = training.state()
+        if bad >= 0 and check == "raise":
+            with pytest.raises(NumericsError, match=rf"has nan at \[1, 4\].* on replica {bad} "):
+                training.run(bad, NAN)
+            assert equal(training.state(), before)
+        else:
+            training.run(bad, NAN)
+        training.run()
+        assert len(list(tmp_path.iterdir())) == 1  # the worker has died
+        truth.run()
+        if bad < 0 or check == "warn":
+            truth.run(bad, NAN)
+        truth.run()
+        assert equal(training.state(), truth.state())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the kernels of a stand-in are compiled by gcc")
 @pytest.mark.parametrize("parameter_device", ["cpu:0", "gpu:0"])
