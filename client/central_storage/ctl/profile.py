@@ -132,7 +132,7 @@ def bottleneck(
 ) -> str:
     """The part that takes the most of a step, in a sentence."""
     if not replicas:
-        return "no step ended while it was sampled"
+        return "no step ended while it was sampled: cs-ctl status says what it waits for; --seconds samples for longer"
     slowest, fastest = (pick(replicas, key=lambda each: each.function) for pick in (max, min))
     parts = {"data": data, "function": slowest.function, "commit": commit, "messages": messages}
     most = max(parts, key=parts.__getitem__)
