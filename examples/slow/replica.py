@@ -42,7 +42,7 @@ def dealt(recordings, lengths):
 @cs.function
 def step(batch):
     total, gradient = 0.0, np.zeros(TAPS, np.float32)
-    for recording, length in zip(*batch):
+    for recording, length in zip(*batch, strict=True):
         windows = np.lib.stride_tricks.sliding_window_view(recording[:length], TAPS)[:-1]
         error = windows @ taps - recording[TAPS:length]
         gradient += error @ windows / (length * BATCH)

@@ -85,6 +85,7 @@ class Terminal:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._training: Child | None = None
+        self._launched: Shown | None = None
         self._address = ""
         self._stack = ExitStack()
 
@@ -103,18 +104,25 @@ class Terminal:
         if shown.command == "echo $?":
             assert self._training is not None
             ended = self._training.wait()
+            self._compare(begins=False)
             assert shown.lines == (str(ended.code),), str(ended)
         elif shown.command.startswith("cs-launch "):
-            self._launch(shown)
+            self.end()
+            self._launched, self._training = shown, self._stack.enter_context(self._start(shown.command))
+            self._address = self._training.wait_for(r"^run .* directory (\S+)$")[1]
         else:
+            self._compare(begins=True)
             self._ask(shown)
 
-    def _launch(self, shown: Shown) -> None:
-        self.end()
-        training = self._training = self._stack.enter_context(self._start(shown.command))
-        self._address = training.wait_for(r"^run .* directory (\S+)$")[1]
-        training.wait_for(_words(next(line for line in reversed(shown.lines) if line != "...")))
-        assert is_shown(shown.lines, training.out, begins=True), f"not as shown:\n{_both(shown, training.out)}"
+    def _compare(self, *, begins: bool) -> None:
+        """What the training has printed with what is shown, once."""
+        shown, self._launched = self._launched, None
+        if shown is not None:
+            assert self._training is not None
+            if begins:
+                self._training.wait_for(_words(shown.lines[-1]), unit(100))
+            out = self._training.out
+            assert is_shown(shown.lines, out, begins=begins), f"not as shown:\n{_both(shown, out)}"
 
     def _ask(self, shown: Shown) -> None:
         while True:
@@ -127,6 +135,7 @@ class Terminal:
     def end(self) -> None:
         """Press Ctrl-C, unless the training has ended, and wait until nothing of it is left."""
         if self._training is not None:
+            self._compare(begins=True)
             if any(process.pid == self._training.pid for process in self._training.processes()):
                 self._training.press_ctrl_c()
             self._training.wait()
