@@ -7,6 +7,7 @@ asks before every step that could plan memory.
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ __all__ = ["address_nbytes", "addresses_left", "available_nbytes", "group_limits
 # A process has 128 TiB of addresses on x86-64. The other half is for extensions of segments and for the rest of the
 # process, such as the runtime of a GPU.
 _ADDRESS_NBYTES = 64 << 40
+# Version 1 has a number for no limit: the largest that is a multiple of the page size.
+_NO_LIMIT = 1 << 62
 # (limit, usage, key in memory.stat of what the kernel can drop) for each version.
 _FILES = {
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -76,7 +79,7 @@ def _limit_and_left(directory: Path, version: str) -> tuple[int, int] | None:
     limit, usage, droppable = _FILES[version]
     try:
         allowed = (directory / limit).read_text().strip()
-        if allowed == "max":
+        if allowed == "max" or int(allowed) >= _NO_LIMIT:
             return None
         used = int((directory / usage).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
@@ -87,7 +90,14 @@ def _limit_and_left(directory: Path, version: str) -> tuple[int, int] | None:
 
 def _groups(proc: Path) -> Iterator[tuple[Path, str]]:
     """The directories of this process's memory control groups, from the innermost outwards."""
-    paths = dict(_paths(proc))
+    return iter(_directories(proc, tuple(_paths(proc))))
+
+
+@functools.lru_cache(maxsize=4)
+def _directories(proc: Path, groups: tuple[tuple[str, str], ...]) -> list[tuple[Path, str]]:
+    """Those of a process that is in these groups. It is remembered, because a server asks for every new variable, and
+    the list of mounts is long."""
+    paths, found = dict(groups), []
     for line in _lines(proc / "mountinfo"):
         # "36 35 98:0 /root /mount options [tags] - type source super-options"
         mount, _, kind = line.partition(" - ")
@@ -102,10 +112,11 @@ def _groups(proc: Path) -> Iterator[tuple[Path, str]]:
         inside = os.path.relpath(path, root) if os.path.commonpath([path, root]) == root else "."
         directory = Path(point, inside)
         while True:
-            yield directory, version
+            found.append((directory, version))
             if directory == Path(point) or len(directory.parts) <= 1:
                 break
             directory = directory.parent
+    return found
 
 
 def _paths(proc: Path) -> Iterator[tuple[str, str]]:

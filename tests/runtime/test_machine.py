@@ -120,3 +120,10 @@ def test_each_group_that_has_a_limit_is_told_from_the_innermost_outwards(tmp_pat
     second(mount / "outer/inner", 400, 100)
     assert [limit for limit, _, _ in machine.group_limits(where)] == [400, 1000]
     assert list(machine.group_limits(tmp_path / "nothing")) == []
+
+
+def test_the_number_of_version_1_for_no_limit_is_none(tmp_path: Path) -> None:
+    first(tmp_path / "memory", 9223372036854771712, 100)
+    where = proc(tmp_path, "4:memory:/\n", [f"35 31 0:32 / {tmp_path}/memory rw - cgroup cgroup rw,memory"])
+    assert list(machine.group_limits(where)) == []
+    assert machine.available_nbytes(where) == MACHINE
