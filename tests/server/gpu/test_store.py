@@ -116,7 +116,7 @@ class Both:
     def __init__(self, *, journal: bool = True, replicas: int = 2) -> None:
         self.here, self.there = Segments(), Segments()
         self.replicas = replicas
-        self._journal = journal
+        self.has_journal = journal
         self.plain = Executor(self.there, 1)
         self.gpu = self.server()
         self.ticket = 0
@@ -124,7 +124,7 @@ class Both:
 
     def server(self) -> GpuStore:
         """A server that begins with what the segments hold."""
-        journal = RedoJournal(lambda nbytes: self.here.get(JOURNAL)) if self._journal else None
+        journal = RedoJournal(lambda nbytes: self.here.get(JOURNAL)) if self.has_journal else None
         return GpuStore("gpu:0", self.replicas, self.here, Executor(self.here, 1), journal)
 
     def again(self) -> None:
@@ -758,9 +758,11 @@ def bytes_at(gpus: StandInGpus, both: Both, array: Array) -> np.ndarray:
 @pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.5}])
 @pytest.mark.usefixtures("narrow")
 def test_gradients_are_read_where_they_are_on_the_gpu(gpus: StandInGpus, both: Both, bound: dict[str, float]) -> None:
-    """Those of one replica; the other's lie in the machine's memory, or on the GPU of a server that is no more."""
+    """Those of one replica; the other's lie in the machine's memory, or on the GPU of a server that is no more, which
+    had a journal."""
     (dense,) = variables(both, "adam", ["float32"])
-    lost = replace(dense, gradients=("gradients/0/2/float32", "gradients/1/3/float32"))
+    others = "gradients/1/3/float32" if both.has_journal else "gradients/1/1/float32"
+    lost = replace(dense, gradients=("gradients/0/2/float32", others))
     both.brings("gradients/1/1/float32", 0, both.here.elements("gradients/1/0/float32", "float32")[:200].copy())
     for first, last in dense.ranges:
         array = Array("float32", (last - first,), Location("gradients/0/2/float32", 4 * first))
@@ -782,6 +784,18 @@ def test_gradients_are_read_where_they_are_on_the_gpu(gpus: StandInGpus, both: B
     both.assert_same(1e-6 if bound else 0.0)
     both.gpu.discard("gradients/0/0/float32", 0, 200)
     assert np.isnan(both.gpu.view(Array("float32", (50,), Location("gradients/0/2/float32", 0)))).all()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_gradients_that_lie_nowhere_are_an_error(gpus: StandInGpus) -> None:
+    """Without a journal workers write no gradient to the machine's memory, whose zeros would be taken for one."""
+    both = Both(journal=False)
+    (dense,) = variables(both, "adam", ["float32"])
+    both.load(apply("adam", [dense]))
+    nowhere = replace(dense, gradients=("gradients/0/2/float32", "gradients/1/1/float32"))
+    with pytest.raises(DeviceError, match="gpu:0 does not hold the gradients gradients/0/2/float32"):
+        both.gpu.commit(Commit(1, (apply("adam", [nowhere]),)))
+    both.close()
 
 
 def test_memory_that_cannot_be_exported_is_read_through_the_machines_and_that_is_said_once(
