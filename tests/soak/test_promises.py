@@ -20,7 +20,7 @@ from tests.soak.sessions import WAYS, sabotaged, session, way_of
 from cs_runtime.failpoints import FAILPOINTS
 
 #: Of each promise the seed of the session that is tried, and the number of trials.
-TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 1500), "P6": (1, 2), "P7": (1, 80), "P9": (1, 2)}
+TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 12_000), "P6": (1, 2), "P7": (1, 80), "P9": (1, 2)}
 #: The guarantee that is switched off, and what the trials of a promise find then.
 SABOTAGED = {
     "P1": ("replay-committed", "began with"),
