@@ -293,12 +293,13 @@ def test_too_little_memory_is_said(pair: cs.CentralStorageStrategy) -> None:
                 size //= 2
         return float(xp.asarray(v)[0])
 
-    def free() -> None:
+    def free() -> int:
         cs.get_array_module().get_default_memory_pool().free_all_blocks()
+        return 1
 
     with pytest.raises(errors.DeviceMemoryError, match=r"gpu:0: 268435456 bytes are needed for variable .* are free"):
         pair.run(step)
-    pair.run(free)  # CuPy's pool keeps what an error freed, and the next test's processes need it
+    assert pair.run(free) == 1  # CuPy's pool keeps what an error freed, and the next test's processes need it
 
 
 def test_random_numbers_are_a_function_of_seed_run_and_replica() -> None:

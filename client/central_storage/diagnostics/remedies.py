@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 __all__ = ["CUPY_ARRAYS", "READ_ONLY", "explain"]
 
@@ -27,7 +28,7 @@ def explain(error: BaseException) -> None:
     """Add a note with the remedy, if the error is about a write to a read-only array or an argument of CuPy's."""
     if isinstance(error, ValueError | TypeError) and _SAYS_READ_ONLY.search(str(error)):
         _add(error, READ_ONLY)
-    elif isinstance(error, TypeError) and _SAYS_CUPY.search(str(error)):
+    elif isinstance(error, TypeError) and "cupy" in sys.modules and _SAYS_CUPY.search(str(error)):
         _add(error, CUPY_ARRAYS)
 
 

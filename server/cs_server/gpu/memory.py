@@ -16,6 +16,7 @@ import numpy as np
 from cs_proto import segment_names
 from cs_proto.memory_plan import GPU_DTYPES
 from cs_proto.messages import DevicePlace
+from cs_proto.ranges import merged
 
 from .cuda import Block, Gpu
 
@@ -91,12 +92,7 @@ class DeviceMemory:
 
     def covers(self, segment: str, start: int, stop: int) -> bool:
         """Whether all bytes from ``start`` to ``stop`` were made, as one range or as several that follow each other."""
-        while start < stop:
-            end = self._made.get((segment, start), start)
-            if end == start:
-                return False
-            start = end
-        return True
+        return any(first <= start and stop <= last for first, last in merged(self.made(segment)))
 
     def addresses(self, segment: str, offsets: np.ndarray) -> np.ndarray:
         """The addresses of the bytes at ``offsets`` (int64 [n]) of a segment."""

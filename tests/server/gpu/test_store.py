@@ -285,6 +285,19 @@ def test_halves_are_computed_in_single_precision(gpus: StandInGpus, rule: str, b
     both.close()
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.usefixtures("narrow")
+def test_halves_of_a_rule_that_needs_norms(gpus: StandInGpus, replicas: int) -> None:
+    """The reference adds up the gradients of several replicas in half precision, and the GPU in single precision."""
+    both = Both(replicas=replicas)
+    both.commit(apply("lamb", variables(both, "lamb", ["float16"])))
+    both.assert_same(1e-3 if replicas == 1 else 4e-3)
+    for slot in ("m", "v"):
+        here, there = (each.elements(f"slots/1/{slot}/float16", "uint8")[:140] for each in (both.here, both.there))
+        assert np.array_equal(here, there) is (replicas == 1)
+    both.close()
+
+
 @pytest.mark.usefixtures("narrow")
 def test_gradients_of_halves_are_added_up_in_single_precision(gpus: StandInGpus) -> None:
     """What halves cannot hold on the way does not matter."""
