@@ -68,7 +68,7 @@ def test_every_step_is_seen_whatever_carries_it_out(two: cs.CentralStorageStrate
         trained(two, step, ahead=ahead)
         recorded: dict[str, list[Moment]] = {process: [] for process in rings.rings}
         seen: list[Step] = []
-        while len(seen) < STEPS - 1:  # a worker may note that it has sent something when others have gone on
+        while len(seen) < STEPS - 1:  # the server may note that it has sent the results when the script goes on
             for process, (moments, lost) in rings.read().items():
                 assert not lost
                 recorded[process] += moments

@@ -133,11 +133,11 @@ class Link:
     def mark_server(self, number: int, body: bytes) -> bool:
         """Leave a mark for the server, in the place of the mark before. False if there is no mailbox, or if ``body`` is
         too long."""
+        moment("sent", number)  # before the server sees the mark: no commit is noted before what it commits
         if not self._channel.mark(SERVER, number, body):
             return False
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("leave the mark of run %d", number)
-        moment("sent", number)
         return True
 
     def send_peer(self, identity: bytes, record: Record) -> None:
@@ -181,8 +181,8 @@ class Link:
                 "a process that a replica function forks is not a replica; use variables, optimizers and the context "
                 "in the function itself"
             )
+        moment("sent", _run_of(record))  # before the peer can act on it, as in `mark_server`
         self._channel.send(peer, parts)
-        moment("sent", _run_of(record))
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
         try:
