@@ -121,8 +121,14 @@ def _whens(left: Sequence[tuple[str, Moments]], role: str, name: str) -> list[in
 
 
 def _medians(parts: Iterable[str], steps: list[Step]) -> list[str]:
+    """A line for each part: its median over the steps that have it, and how many have it if not all do."""
     found = [(part, [durations[part] / 1e9 for durations, _, _ in steps if part in durations]) for part in parts]
-    return [f"  {part:<30}{report.shown(statistics.median(each)):>10}" for part, each in found if each]
+    shown = []
+    for part, each in found:
+        share = "" if len(each) == len(steps) else f"   in {len(each) / len(steps):.0%} of the steps"
+        if each:
+            shown.append(f"  {part:<30}{report.shown(statistics.median(each)):>10}{share}")
+    return shown
 
 
 def _step(left: Sequence[tuple[str, Moments]], first: int, last: int) -> Step:
