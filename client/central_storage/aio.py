@@ -9,6 +9,7 @@ After the cancellation of a question the observer is still usable; a late answer
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -27,12 +28,16 @@ __all__ = ["Connecting", "Observer", "connect"]
 T = TypeVar("T")
 
 
-def connect(address: str | None = None, timeout: float = 10.0) -> Connecting:
+def connect(
+    address: str | None = None, timeout: float = 10.0, *, keys: str | os.PathLike[str] | None = None
+) -> Connecting:
     """An observer of a running service: await it and close it, or enter it with ``async with``.
 
     Args:
-        address: The run directory of the service, ``strategy.address``. None: the environment variable ``CS_ADDRESS``.
+        address: The run directory of the service, ``strategy.address``, or ``tcp://HOST:PORT``. None: the environment
+            variable ``CS_ADDRESS``.
         timeout: Seconds that this and every later question may take.
+        keys: As for ``central_storage.connect``.
 
     Raises:
         ConfigurationError: When awaited: there is no address, or the timeout makes no sense.
@@ -51,7 +56,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Connecting:
         ...     print(asyncio.run(look(strategy.address)))
         [1. 2.]
     """
-    return Connecting(address, timeout)
+    return Connecting(address, timeout, keys=keys)
 
 
 class Connecting(Closed):
@@ -62,13 +67,14 @@ class Connecting(Closed):
         >>> connecting = cs.aio.connect("/run/user/1000/central-storage/run")
     """
 
-    def __init__(self, address: str | None, timeout: float) -> None:
+    def __init__(self, address: str | None, timeout: float, *, keys: str | os.PathLike[str] | None = None) -> None:
         self._address = address
         self._timeout = timeout
+        self._keys = keys
         self._observer: Observer | None = None
 
     def __await__(self) -> Generator[Any, None, Observer]:
-        return Observer.open(Session(self._address, self._timeout)).__await__()
+        return Observer.open(Session(self._address, self._timeout, keys=self._keys)).__await__()
 
     async def __aenter__(self) -> Observer:
         self._observer = await self

@@ -115,6 +115,7 @@ class Reading:
     #: What Prometheus scrapes, and the file with the token that it must show.
     metrics: str | None
     metrics_token_file: str | None
+    listen: str | None
     processes: tuple[Process, ...]
     events: tuple[Event, ...]
 
@@ -266,6 +267,7 @@ class Looker:
             log_directory=(file.log_directory or None) if file else None,
             metrics=(file.metrics or None) if file else None,
             metrics_token_file=(file.metrics_token_file or None) if file else None,
+            listen=(file.listen or None) if file else None,
             processes=shown,
             events=tuple(Event(*event) for event in report.events) if report is not None else (),
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from central_storage.core.check_numerics import CHECKS, check_of
 from central_storage.core.check_numerics import ENVIRONMENT as CHECK
@@ -25,7 +25,7 @@ from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 from cs_runtime.trace import is_on
 
-from . import metrics_options
+from . import listen_options, metrics_options
 from .affinity import Machine, core_count, machine
 from .foreground import START_FAILED, Plan, run
 from .gpu_usage import busy
@@ -35,6 +35,7 @@ from .plan import Command, Options, of_incarnation, script_command, service_comm
 from .remote.serve import serve
 from .run_directory import RunDirectory
 from .service_file import ServiceFile, typed
+from .sidecar import Sidecar
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
 from .supervisor.output import LogFiles
@@ -69,6 +70,10 @@ in containers that share the run directory (docker-compose.yml):
   CS_ADDRESS=DIR python train.py                           the script
   cs-launch --health --run-dir DIR                         prints one line; exit code 0 if the service is ready
 
+observers on other machines, which may only read:
+  cs-launch keys DIR                                       makes the keys of the service and of one observer
+  cs-launch --listen tcp://192.0.2.7:5600 --keys DIR train.py
+
 environment:
   CS_DEVICES                     as --devices; also for a script that runs without cs-launch and names none
   CS_PARAMETER_DEVICE            as --parameter-device, in the same way
@@ -101,8 +106,11 @@ exit codes:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``cs-launch`` and return its exit code."""
     error_path = os.environ.get(ENVIRONMENT)
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser().parse_args(arguments)
+        if words[:1] == ["keys"]:
+            return listen_options.keys(words[1:])
+        options = _parser().parse_args(words)
         error_path = options.error_file
         if error_path:
             with suppress(OSError):  # of an earlier run
@@ -142,7 +150,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
         medium = _medium(options, run_directory)
-        endpoint, metrics = metrics_options.endpoint_of(options, run_directory, undo)
+        sidecars, announced, shown = _sidecars(options, run_directory, undo)
 
         def planned(choice: DeviceChoice | None) -> Plan:
             if choice is None:
@@ -157,15 +165,16 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             banner = (
                 f"run {run_directory.name}: 1 script, {workers} ({', '.join(chosen)}), parameters on {owner}, "
                 f"transport {_transport(options, medium)}, directory {run_directory.path}"
-                f"{_places(commands)}{metrics}"
+                f"{_places(commands)}{announced}"
             )
             return Plan(commands, banner, tuple(chosen), owner)
 
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
         known = (compute, parameters) if options.devices else ((), "")
-        places = {"log_directory": logs.directory, **metrics_options.where(endpoint)}
-        file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, **places)
+        file = ServiceFile.of(
+            run_directory.path, typed(arguments), "launcher", *known, log_directory=logs.directory, **shown
+        )
         return run(
             run_directory,
             plan,
@@ -179,7 +188,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             recovery=_recovery(options),
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
-            endpoint=endpoint,
+            sidecars=sidecars,
         )
     finally:
         run_directory.remove()
@@ -208,7 +217,7 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
     try:
         before = RunFile.read(run_directory.path)
         medium = _medium(options, run_directory)
-        endpoint, metrics = metrics_options.endpoint_of(options, run_directory, undo)
+        sidecars, announced, shown = _sidecars(options, run_directory, undo)
         # The workers name their devices when they join.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         _warn([parameters], here)
@@ -224,14 +233,14 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
             "serve",
             parameter_device=parameters,
             log_directory=logs.directory if logs else None,
-            **metrics_options.where(endpoint),
+            **shown,
         )
         file.write(run_directory.path)
         return serve(
             run_directory,
             commands,
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
-            f"transport {_transport(options, medium)}, directory {run_directory.path}{again}{metrics}",
+            f"transport {_transport(options, medium)}, directory {run_directory.path}{again}{announced}",
             start_timeout=options.start_timeout,
             logs=logs,
             medium=medium,
@@ -243,12 +252,21 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
             else None,
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
-            endpoint=endpoint,
+            sidecars=sidecars,
         )
     except OSError as error:
         raise LaunchError(f"the files in {run_directory.path} cannot be used: {error.strerror}") from error
     finally:
         run_directory.remove()
+
+
+def _sidecars(
+    options: argparse.Namespace, run_directory: RunDirectory, undo: ExitStack
+) -> tuple[list[Sidecar], str, dict[str, Any]]:
+    """The processes beside the service, what the banner says of them, and what ``cs-ctl`` shows of them."""
+    exporter, metrics, where = metrics_options.exporter_of(options, run_directory.path, undo)
+    gateway, observers, address = listen_options.gateway_of(options, run_directory.path, undo)
+    return exporter + gateway, metrics + observers, where | address
 
 
 def _goes_on(directory: str, begun: RunFile) -> bool:
@@ -330,6 +348,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--timeline is recorded by a script, and --{modes[0]} runs none; set CS_TIMELINE where the script runs"
         )
     metrics_options.check(options, modes)
+    listen_options.check(options, modes)
     if modes and options.check_numerics is not None:
         raise ConfigurationError(
             f"--check-numerics is said by a script, and --{modes[0]} runs none; set {CHECK} where the script runs"
@@ -435,6 +454,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_processes(parser)
     _add_places(parser)
     metrics_options.add_arguments(parser)
+    listen_options.add_arguments(parser)
     parser.add_argument("--serve", type=int, metavar="N", help="run no script: run a server for N workers that join it")
     parser.add_argument(
         "--return-timeout",

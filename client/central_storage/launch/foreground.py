@@ -20,11 +20,11 @@ from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import DeviceChoice
 from cs_runtime import open_files
 
-from .exporter import Endpoint, Exporter
 from .memory import Medium
 from .plan import Command, error_file
 from .run_directory import RunDirectory
 from .service_file import ServiceFile
+from .sidecar import Sidecar, Sidecars
 from .supervisor.children import Child, reap_adopted
 from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop, Signals
@@ -71,7 +71,7 @@ def run(
     recovery: Recovery,
     mailboxes: bool,
     error_path: str | None,
-    endpoint: Endpoint | None,
+    sidecars: Sequence[Sidecar],
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
@@ -80,7 +80,7 @@ def run(
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
-    Metrics are served at ``endpoint``.
+    The ``sidecars`` run beside the service.
     """
     foreground = _Foreground(
         run_directory,
@@ -94,7 +94,7 @@ def run(
         medium,
         recovery,
         mailboxes,
-        endpoint,
+        sidecars,
     )
     code = foreground.run()
     if error_path and foreground.failure is not None:
@@ -116,7 +116,7 @@ class _Foreground:
         medium: Medium,
         recovery: Recovery,
         mailboxes: bool,
-        endpoint: Endpoint | None,
+        sidecars: Sequence[Sidecar],
     ) -> None:
         self._limit_before = open_files.raise_limit()  # the script gets this limit: it may use select()
         self._directory = run_directory
@@ -137,7 +137,7 @@ class _Foreground:
             mailboxes=mailboxes,
             choose=self._choose if choose is not None else None,
         )
-        self._exporter = Exporter(self._loop, self._service.say, endpoint, run_directory.path)
+        self._sidecars = Sidecars(self._loop, self._service.say, sidecars)
         self._plan = plan
         self._plan_for = choose
         self._command = script
@@ -153,10 +153,10 @@ class _Foreground:
                 self._announce(self._plan)
             self._file = self._file.write(self._directory.path)
             try:
-                with self._exporter:
+                with self._sidecars:
                     self._service.start()
                     self._start_script()
-                    self._exporter.start()
+                    self._sidecars.start()
                     while not self._service.stopped:
                         self._loop.turn()
             finally:
@@ -205,7 +205,7 @@ class _Foreground:
     def _signalled(self, number: int) -> None:
         if number == signal.SIGCHLD:
             script = {self._script.pid} if self._script is not None and self._script.returncode is None else set()
-            reap_adopted(self._service.living_pids | self._exporter.living_pids | script)
+            reap_adopted(self._service.living_pids | self._sidecars.living_pids | script)
         elif self._signal is not None:  # the second one means now
             self._to_script(signal.SIGKILL)
             self._service.stop(0.0)

@@ -11,9 +11,9 @@ from central_storage.diagnostics.extras import require
 from cs_proto.errors import ConfigurationError
 
 from .exporter import Endpoint
-from .run_directory import RunDirectory
+from .sidecar import Sidecar
 
-__all__ = ["add_arguments", "check", "endpoint_of", "where"]
+__all__ = ["add_arguments", "check", "exporter_of"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -56,18 +56,16 @@ def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def endpoint_of(
-    options: argparse.Namespace, run_directory: RunDirectory, undo: ExitStack
-) -> tuple[Endpoint | None, str]:
-    """Where metrics are served, and the line that says so. ``undo`` closes it."""
+def exporter_of(
+    options: argparse.Namespace, run_directory: str, undo: ExitStack
+) -> tuple[list[Sidecar], str, dict[str, Any]]:
+    """The exporter, if metrics are asked for; the line that says where they are; and what ``cs-ctl`` shows of them.
+    ``undo`` closes its socket."""
     if options.metrics_port is None:
-        return None, ""
+        return [], "", {}
     address = _LOOPBACK if options.metrics_address is None else options.metrics_address
-    endpoint = Endpoint.open(address, options.metrics_port, options.metrics_token_file, run_directory.path)
-    undo.enter_context(endpoint)
-    return endpoint, f"\n{endpoint}"
-
-
-def where(endpoint: Endpoint | None) -> dict[str, Any]:
-    """What ``cs-ctl`` shows of it."""
-    return {} if endpoint is None else {"metrics": endpoint.url, "metrics_token_file": endpoint.token_file}
+    endpoint = undo.enter_context(
+        Endpoint.open(address, options.metrics_port, options.metrics_token_file, run_directory)
+    )
+    shown = {"metrics": endpoint.url, "metrics_token_file": endpoint.token_file}
+    return [endpoint.sidecar(run_directory)], f"\n{endpoint}", shown

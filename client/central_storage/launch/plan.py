@@ -24,6 +24,7 @@ __all__ = [
     "Options",
     "error_file",
     "exporter_command",
+    "gateway_command",
     "label",
     "next_incarnation",
     "of_incarnation",
@@ -235,20 +236,38 @@ def exporter_command(
     python: str,
     python_path: str = "",
 ) -> Command:
-    """The process that serves metrics on the socket ``descriptor``. It looks at the service as an observer; libraries
-    have one thread in it."""
+    """The process that serves metrics on the socket ``descriptor``."""
+    own = ("--token-file", token_file, "--descriptor", str(descriptor))
+    return _observer_command("central_storage.exporter", run_directory, own, environment, python, python_path)
+
+
+def gateway_command(
+    run_directory: str,
+    keys: str,
+    descriptor: int,
+    environment: Mapping[str, str],
+    *,
+    python: str,
+    python_path: str = "",
+) -> Command:
+    """The process that admits observers from other machines on the socket ``descriptor``."""
+    own = ("--keys", keys, "--descriptor", str(descriptor))
+    return _observer_command("central_storage.gateway", run_directory, own, environment, python, python_path)
+
+
+def _observer_command(
+    module: str,
+    run_directory: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    python: str,
+    python_path: str,
+) -> Command:
+    """A process that looks at the service as an observer; libraries have one thread in it."""
     kept = {name: value for name, value in environment.items() if name not in (*_NOT_FOR_SERVICES, "CS_ROLE")}
-    return Command(
-        "observer",
-        0,
-        (
-            *(python, "-P", "-m", "central_storage.exporter"),
-            *("--run-directory", run_directory),
-            *("--token-file", token_file),
-            *("--descriptor", str(descriptor)),
-        ),
-        {**kept, **dict.fromkeys(THREAD_VARIABLES, "1"), **({"PYTHONPATH": python_path} if python_path else {})},
-    )
+    kept |= {**dict.fromkeys(THREAD_VARIABLES, "1"), "CS_RUN_DIRECTORY": run_directory}
+    kept |= {"PYTHONPATH": python_path} if python_path else {}
+    return Command("observer", 0, (python, "-P", "-m", module, "--run-directory", run_directory, *arguments), kept)
 
 
 def error_file(run_directory: str) -> str:

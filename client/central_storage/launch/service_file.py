@@ -60,6 +60,8 @@ class ServiceFile:
     #: What Prometheus scrapes, and the file with the token that it must show; "" if there are no metrics.
     metrics: str
     metrics_token_file: str
+    #: Where observers from other machines are admitted; "" if nowhere.
+    listen: str
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class ServiceFile:
         log_directory: str | None = None,
         metrics: str = "",
         metrics_token_file: str = "",
+        listen: str = "",
     ) -> ServiceFile:
         """The file of a service whose supervisor is this process."""
         named = PurePath(run_directory).name
@@ -93,6 +96,7 @@ class ServiceFile:
             log_directory or "",
             metrics,
             metrics_token_file,
+            listen,
         )
 
     def write(self, run_directory: str, **changes: Any) -> ServiceFile:
@@ -129,7 +133,7 @@ class ServiceFile:
 
 _FIELDS = fields_of(ServiceFile)
 # A service of an older version has none of these.
-_LATER = ("metrics", "metrics_token_file")
+_LATER = ("metrics", "metrics_token_file", "listen")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "supervisor": int,
     "script_pid": int,

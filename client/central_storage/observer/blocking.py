@@ -25,7 +25,6 @@ from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import (
     ConfigurationError,
     InvalidArgumentError,
-    LaunchError,
     NoAnswerError,
     PeerProtocolError,
     ShutdownError,
@@ -38,6 +37,7 @@ from cs_runtime.transport.multipart import receive
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.waits import pace_of
 
+from .places import place_of
 from .seqlock_reader import SeqlockReader, open_sight
 
 __all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect"]
@@ -58,20 +58,25 @@ _RECONNECT = (100, 2000)
 _log = logging.getLogger("central_storage.observer")
 
 
-def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
+def connect(
+    address: str | None = None, timeout: float = 10.0, *, keys: str | os.PathLike[str] | None = None
+) -> Observer:
     """An observer of a running service. Close it, or use it in a ``with`` block.
 
     Args:
-        address: The run directory of the service, ``strategy.address``. None: the environment variable ``CS_ADDRESS``.
+        address: The run directory of the service, ``strategy.address``, or ``tcp://HOST:PORT`` of a service that was
+            started with ``cs-launch --listen``. None: the environment variable ``CS_ADDRESS``.
         timeout: Seconds that this and every later question may take.
+        keys: For an address over TCP: a directory with the public key of the service and the secret key of this
+            observer, which ``cs-launch keys`` makes. Everything is encrypted by CURVE.
 
     Returns:
         An observer with ``variables()``, ``get(name)``, ``get_all(names)``, ``statistics()`` and ``close()``.
 
     Raises:
-        ConfigurationError: There is no address, or the timeout is invalid.
-        LaunchError: There is no service.
-        NoAnswerError: The service does not answer in time (a TimeoutError).
+        ConfigurationError: There is no address, the timeout is invalid, or the keys are missing or open to others.
+        LaunchError: There is no service in the run directory.
+        NoAnswerError: The service does not answer in time (a TimeoutError), or does not admit the key.
         DescriptorLimitError: This process or the server has no descriptors left for another observer (an OSError).
 
     Examples:
@@ -83,7 +88,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
         ...         print([record.spec.name for record in observer.variables()], observer.get("w"))
         ['w'] [1. 2.]
     """
-    return Observer(Session(address, timeout))
+    return Observer(Session(address, timeout, keys=keys))
 
 
 @frozen
@@ -99,8 +104,16 @@ class Question(Generic[T]):
 class Session:
     """The messages of an observer, without the waiting."""
 
-    def __init__(self, address: str | None, timeout: float, *, maps: bool = True) -> None:
-        """Without ``maps``, the server is asked for every value, also where its memory could be read."""
+    def __init__(
+        self,
+        address: str | None,
+        timeout: float,
+        *,
+        maps: bool = True,
+        keys: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Without ``maps``, the server is asked for every value, also where its memory could be read. ``keys``: as for
+        :func:`connect`."""
         address = address or os.environ.get("CS_ADDRESS")
         if not address:
             raise ConfigurationError("connect needs the run directory of a service: strategy.address, or CS_ADDRESS")
@@ -110,22 +123,21 @@ class Session:
             )
         self.address = address
         self.timeout = timeout
-        self._path = os.path.join(address, "server")
+        self._place = place_of(address, keys)
         self._client = os.urandom(4).hex()
         self._requests = 0
         #: The transport of values, as text: an observer need not share memory with the service.
-        self.transport = CARRIED
+        self.transport = self._place.transport
         self._sight: SeqlockReader | None = None
         self._lifeline: SupervisorLink | None = None
-        self._has_looked = not maps
+        self._has_looked = not (maps and self._place.may_map)
         self._is_forgotten = False
         self._repeated: Question[Any] | None = None
-        if not os.path.exists(self._path):
-            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
         open_files.check(_DESCRIPTORS, "an observer")
 
-    def open(self, context: zmq.Context[Any]) -> Any:
-        """A socket of ``context`` to the server; closed with the context."""
+    def open(self, context: zmq.Context[Any], *, is_shared: bool = False) -> Any:
+        """A socket of ``context`` to the server; closed with the context. ``is_shared``: the context has other sockets,
+        and the caller closes this one."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -133,10 +145,12 @@ class Session:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
-        socket.connect(f"ipc://{self._path}")
+        self._place.protect(socket)
+        socket.connect(self._place.endpoint)
         # The garbage collector may find an unclosed observer as a whole; a context would then wait for ever for its
         # socket.
-        weakref.finalize(self, _let_go, context, socket).atexit = False
+        if not is_shared:
+            weakref.finalize(self, _let_go, context, socket).atexit = False
         return socket
 
     def hello(self) -> Question[int]:
@@ -231,17 +245,19 @@ class Session:
 
     def check_waiting(self, question: Question[Any], patience: Patience) -> None:
         """Name a long wait. Raise if waiting on is pointless: the service has ended, or the answer is late."""
-        if not os.path.isdir(self.address):
+        if self._place.has_ended:
             raise ShutdownError(f"the service in {self.address} has ended")
         if time.monotonic() >= patience.deadline:
-            raise NoAnswerError(f"the server in {self.address} did not answer within {self.timeout:g} s")
+            raise NoAnswerError(
+                f"the server in {self.address} did not answer within {self.timeout:g} s{self._place.doubts}"
+            )
         if waited := patience.named():
             asked = type(question.request).__name__
             _log.warning("waiting %.0f s for the server in %s to answer a %s", waited, self.address, asked)
 
     def linger(self) -> int:
         """Milliseconds that the last message may take; 0 if its receiver is gone."""
-        return 100 if os.path.isdir(self.address) else 0
+        return 0 if self._place.has_ended else 100
 
     def closed(self) -> ShutdownError:
         """The error for the use of a closed observer."""

@@ -108,6 +108,7 @@ def reading(**changes: Any) -> Reading:
         "log_directory": None,
         "metrics": None,
         "metrics_token_file": None,
+        "listen": None,
         "processes": shown,
         "events": (),
     }

@@ -63,6 +63,7 @@ def _print(reading: Reading) -> None:
         "restarts": None if reading.restarts is None else f"{reading.restarts} of at most {reading.max_restarts}",
         "log files": reading.log_directory,
         "metrics": reading.metrics and f"{reading.metrics}, token in {reading.metrics_token_file}",
+        "observers": reading.listen,
     }
     for name, text in lines.items():
         if text:

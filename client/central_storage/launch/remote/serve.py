@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import Failure, died_failure, write
-from central_storage.launch.exporter import Endpoint, Exporter
 from central_storage.launch.foreground import SERVER_FAILED, START_FAILED, WORKER_FAILED, described
 from central_storage.launch.memory import Medium
 from central_storage.launch.plan import Command
 from central_storage.launch.run_directory import RunDirectory
+from central_storage.launch.sidecar import Sidecar, Sidecars
 from central_storage.launch.supervisor.children import Child, Running, reap_adopted
 from central_storage.launch.supervisor.lifecycle import Service
 from central_storage.launch.supervisor.loop import Loop, Signals
@@ -45,11 +45,11 @@ def serve(
     run_file: RunFile | None,
     mailboxes: bool,
     error_path: str | None,
-    endpoint: Endpoint | None,
+    sidecars: Sequence[Sidecar],
 ) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit code: 0, 3 if the service did not start, 4 if a worker and 5 if
-    the server ended for good. After the end of a worker, the training script may still read until it leaves. Metrics
-    are served at ``endpoint``."""
+    the server ended for good. After the end of a worker, the training script may still read until it leaves. The
+    ``sidecars`` run beside the service."""
     open_files.raise_limit()
     loop = Loop()
     console = Console(loop)
@@ -66,12 +66,12 @@ def serve(
         run_file=run_file,
         mailboxes=mailboxes,
     )
-    exporter = Exporter(loop, service.say, endpoint, run_directory.path)
+    beside = Sidecars(loop, service.say, sidecars)
     told: list[int] = []
 
     def signalled(number: int) -> None:
         if number == signal.SIGCHLD:
-            reap_adopted(service.living_pids | exporter.living_pids)
+            reap_adopted(service.living_pids | beside.living_pids)
         else:
             service.stop(0.0) if told else service.stop()
             told.append(number)
@@ -79,9 +79,9 @@ def serve(
     with Signals(loop, (*_ENDING, signal.SIGCHLD), signalled):
         service.say(banner)
         try:
-            with exporter:
+            with beside:
                 service.start()
-                exporter.start()
+                beside.start()
                 _turn_until_stopped(loop, service)
         finally:
             service.close()

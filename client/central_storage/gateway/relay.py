@@ -1,0 +1,185 @@
+"""The relay between observers on other machines and the server: it forwards what an observer may ask, and nothing else.
+
+ZeroMQ admits only peers whose key is known. Each of them gets a connection to the server as an observer of this
+machine. What a peer sends is decoded, and only questions that read are forwarded, so no peer can change anything. The
+relay holds at most a few answers for each peer, and drops what a peer does not take: observers ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from central_storage.observer.blocking import Session
+from cs_proto import messages
+from cs_proto.codec import LIMITS, decode, encode
+from cs_proto.errors import CentralStorageError, PeerProtocolError
+from cs_proto.failures import error_of
+from cs_proto.records import Record, replace
+from cs_runtime.transport.curve import ServiceKeys, ZapHandler, protect_server
+from cs_runtime.transport.multipart import receive
+
+__all__ = ["Relay"]
+
+_log = logging.getLogger("central_storage.gateway")
+
+_QUESTIONS = (messages.Hello, messages.Get, messages.Statistics, messages.Goodbye)
+# A peer that has made no handshake after this time, in milliseconds, is disconnected.
+_HANDSHAKE = 5000
+# A peer is asked so often for a sign of life, and counts as gone after so long without one, in milliseconds.
+_BEAT, _BEATS = 5000, 15000
+# Messages that ZeroMQ keeps for a peer that does not read, and of one that writes faster than it is answered.
+_UNREAD, _UNANSWERED = 2, 16
+# Observers at a time. One that has asked nothing for so many seconds makes room for another.
+_MOST, _IDLE = 64, 60.0
+# Seconds that an observer of this machine would wait for an answer; the peer's own patience counts here.
+_TIMEOUT = 1e5
+
+
+class _Peer:
+    """An observer on another machine, and its connection to the server."""
+
+    def __init__(self, identity: bytes, run_directory: str, context: zmq.Context[Any]) -> None:
+        """Raises LaunchError if there is no server."""
+        self.identity = identity
+        self.session = Session(run_directory, _TIMEOUT, maps=False)
+        self.socket: zmq.Socket[bytes] = self.session.open(context, is_shared=True)
+        self.used = time.monotonic()
+
+
+class Relay:
+    """The relay of one service. Used by one thread. ::
+
+    with Relay(run_directory, ServiceKeys.read("keys"), listener) as relay:
+        while True:
+            relay.turn()
+    """
+
+    def __init__(self, run_directory: str, keys: ServiceKeys, listener: socket.socket) -> None:
+        """``listener`` listens at a TCP address; ZeroMQ takes its descriptor."""
+        self._run_directory = run_directory
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._peers: dict[bytes, _Peer] = {}
+        self._poller = zmq.Poller()
+        self._zap = ZapHandler(self._context, keys)
+        self._front: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._open(keys, listener)
+
+    def turn(self, timeout: float | None = None) -> None:
+        """Forward what has come, or wait for it for at most ``timeout`` seconds (None: no limit)."""
+        ready = dict(self._poller.poll(None if timeout is None else int(1000 * timeout)))
+        if self._zap.socket in ready:
+            self._zap.answer()
+        for peer in [peer for peer in self._peers.values() if peer.socket in ready]:
+            self._answer(peer)
+        if self._front in ready:
+            self._hear()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, keys: ServiceKeys, listener: socket.socket) -> None:
+        front = self._front
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.HANDSHAKE_IVL, _HANDSHAKE),
+            (zmq.HEARTBEAT_IVL, _BEAT),
+            (zmq.HEARTBEAT_TIMEOUT, _BEATS),
+            (zmq.MAXMSGSIZE, LIMITS.part_nbytes),
+            (zmq.SNDHWM, _UNREAD),
+            (zmq.RCVHWM, _UNANSWERED),
+            (zmq.ROUTER_MANDATORY, 1),
+        ):
+            front.setsockopt(option, value)
+        protect_server(front, keys)
+        host, port = listener.getsockname()[:2]
+        if listener.family == socket.AF_INET6:
+            front.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        front.setsockopt(zmq.USE_FD, listener.detach())
+        front.bind(f"tcp://{host}:{port}")
+        self._poller.register(self._zap.socket, zmq.POLLIN)
+        self._poller.register(front, zmq.POLLIN)
+
+    def _hear(self) -> None:
+        """Forward one question of a peer, or refuse it."""
+        frames = receive(self._front, LIMITS, zmq.NOBLOCK, is_routed=True)
+        identity, parts = frames[0].bytes, frames[1:]
+        try:
+            record = decode([frame.bytes for frame in parts], LIMITS)
+            if not isinstance(record, _QUESTIONS) or (isinstance(record, messages.Hello) and record.role != "observer"):
+                raise PeerProtocolError(f"an observer may only ask, and {type(record).__name__} is no question")
+            self._forward(identity, record)
+        except CentralStorageError as error:
+            _log.warning("refused a message of %r: %s", identity, error)
+            self._send(identity, encode(messages.Refused(0, error_of(error))))
+
+    def _forward(self, identity: bytes, record: Record) -> None:
+        peer = self._peers.get(identity)
+        if isinstance(record, messages.Goodbye):
+            if peer is not None:
+                self._drop(peer)
+            return
+        if peer is None:
+            peer = self._add(identity)
+        peer.used = time.monotonic()
+        hello = peer.session.hello().request
+        assert isinstance(hello, messages.Hello)
+        if isinstance(record, messages.Hello):
+            # The protocol is the peer's: the server refuses another version, and names both.
+            record = replace(hello, protocol=record.protocol)
+        peer.socket.send_multipart(encode(record))
+
+    def _add(self, identity: bytes) -> _Peer:
+        """Connect a new peer to the server. It may have been here before, so the server hears a Hello first."""
+        if len(self._peers) >= _MOST:
+            oldest = min(self._peers.values(), key=lambda peer: peer.used)
+            if time.monotonic() - oldest.used < _IDLE:
+                raise PeerProtocolError(f"{_MOST} observers of other machines are connected; no more are admitted")
+            self._drop(oldest)
+        peer = self._peers[identity] = _Peer(identity, self._run_directory, self._context)
+        peer.socket.setsockopt(zmq.RCVHWM, _UNREAD)
+        self._poller.register(peer.socket, zmq.POLLIN)
+        peer.socket.send_multipart(encode(peer.session.hello().request))
+        return peer
+
+    def _answer(self, peer: _Peer) -> None:
+        """Forward one answer of the server. A peer that has gone gets no more."""
+        if not self._send(peer.identity, peer.socket.recv_multipart(copy=False)):
+            self._drop(peer)
+
+    def _send(self, identity: bytes, parts: Sequence[Any]) -> bool:
+        """Send a message, or drop it if the peer has not taken earlier ones. False if the peer has gone."""
+        try:
+            self._front.send_multipart([identity, *parts], zmq.NOBLOCK)
+        except zmq.Again:
+            _log.debug("%r has not taken earlier answers", identity)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _drop(self, peer: _Peer) -> None:
+        del self._peers[peer.identity]
+        self._poller.unregister(peer.socket)
+        peer.socket.send_multipart(peer.session.goodbye())
+        peer.socket.close(linger=peer.session.linger())
+        peer.session.close()

@@ -1,0 +1,108 @@
+"""The options of ``cs-launch`` that admit observers from other machines, and ``cs-launch keys``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from cs_proto.errors import ConfigurationError
+
+from .packages import python_path
+from .plan import gateway_command
+from .sidecar import Sidecar, listen
+
+__all__ = ["add_arguments", "check", "gateway_of", "keys"]
+
+_OPTION = "--listen"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--listen`` and ``--keys``."""
+    parser.add_argument(
+        _OPTION,
+        metavar="tcp://ADDRESS:PORT",
+        help="admit observers from other machines, which may only read: central_storage.connect('tcp://ADDRESS:PORT', "
+        "keys=DIR); encrypted by CURVE; port 0: a free one, which is printed (default: nothing listens on a network)",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="DIR",
+        help=f"with {_OPTION}: the directory with the keys of the service and of those who may read, which cs-launch "
+        "keys DIR makes",
+    )
+
+
+def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
+    """Raise ConfigurationError for options that do not fit, and for keys that are missing or open to others. ``modes``
+    are the options by which no script is started."""
+    if options.listen is None:
+        if options.keys is not None:
+            raise ConfigurationError(f"--keys needs {_OPTION} tcp://ADDRESS:PORT")
+        return
+    if modes and modes[0] != "serve":
+        raise ConfigurationError(f"{_OPTION} is for the launcher of a service, and --{modes[0]} starts none")
+    from cs_runtime.transport import curve  # late: a supervisor that does not listen needs no keys
+
+    curve.check_endpoint(options.listen, _OPTION)
+    if options.keys is None:
+        raise ConfigurationError(
+            f"{_OPTION} needs --keys DIR: nothing listens on a network without keys; cs-launch keys DIR makes them"
+        )
+    curve.ServiceKeys.read(options.keys)
+
+
+def gateway_of(
+    options: argparse.Namespace, run_directory: str, undo: ExitStack
+) -> tuple[list[Sidecar], str, dict[str, Any]]:
+    """The gateway, if one is asked for; the line that says where it listens; and what ``cs-ctl`` shows of it. ``undo``
+    closes its socket.
+
+    Raises ConfigurationError for an address that this machine does not have, and LaunchError for a port that is in use.
+    """
+    if options.listen is None:
+        return [], "", {}
+    from cs_runtime.transport.curve import check_endpoint
+
+    host, port = check_endpoint(options.listen, _OPTION)
+    listener = undo.enter_context(
+        listen(host, port, address_option=f"{_OPTION} {options.listen}", port_option=f"{_OPTION} {options.listen}")
+    )
+    found, chosen = listener.getsockname()[:2]
+    address = f"tcp://{f'[{found}]' if ':' in found else found}:{chosen}"
+    keys_directory = os.path.abspath(options.keys)
+    command = gateway_command(
+        run_directory,
+        keys_directory,
+        listener.fileno(),
+        os.environ,
+        python=sys.executable,
+        python_path=python_path(os.environ),
+    )
+    sidecar = Sidecar("gateway", "observers of other machines get no answers", command, listener)
+    return [sidecar], f"\nobservers on {address}, keys in {keys_directory}", {"listen": address}
+
+
+def keys(arguments: Sequence[str]) -> int:
+    """``cs-launch keys DIR [--observer NAME]``: make keys, and say which file is for whom. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "cs-launch keys",
+        description="Make the keys of a service that listens on a network, and of an observer that may read it.",
+        epilog=f"On the machine of the service: cs-launch {_OPTION} tcp://ADDRESS:PORT --keys DIR train.py. Copy "
+        "service.key and the observer's .key_secret to a directory on the other machine, over a channel that you "
+        "trust, and use central_storage.connect('tcp://ADDRESS:PORT', keys=THAT_DIRECTORY) there. Remove the "
+        "observer's .key from DIR to admit it no more.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a directory of yours; it is made if it does not exist")
+    parser.add_argument(
+        "--observer", metavar="NAME", default="", help="make a key for one more observer, with this name in its files"
+    )
+    options = parser.parse_args(arguments)
+    from cs_runtime.transport.curve import make_keys
+
+    for path in make_keys(options.directory, options.observer):
+        print(path)
+    return 0

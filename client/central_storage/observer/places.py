@@ -1,0 +1,103 @@
+"""Where an observer finds a service: in a run directory of this machine, or at a TCP address of another one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import zmq
+
+from cs_proto.errors import ConfigurationError, LaunchError
+from cs_runtime.transport.curve import ObserverKeys, check_endpoint, protect_client
+from cs_runtime.transport.supervisor_link import CARRIED
+
+__all__ = ["Place", "place_of"]
+
+
+class Place(Protocol):
+    """Where a service answers."""
+
+    #: What the socket connects to.
+    endpoint: str
+    #: The transport of values, as text.
+    transport: str
+    #: Whether the memory of the service can be on this machine.
+    may_map: bool
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known that the service has ended."""
+
+    @property
+    def doubts(self) -> str:
+        """What may be the reason if no answer comes, as the end of a sentence."""
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        """Set what the connection needs, before it is made."""
+
+
+class _RunDirectory:
+    """A service of this machine, and of this user."""
+
+    may_map = True
+    transport = CARRIED
+    doubts = ""
+
+    def __init__(self, address: str) -> None:
+        path = os.path.join(address, "server")
+        if not os.path.exists(path):
+            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
+        self._address = address
+        self.endpoint = f"ipc://{path}"
+
+    @property
+    def has_ended(self) -> bool:
+        return not os.path.isdir(self._address)
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        pass
+
+
+class _Elsewhere:
+    """A service of any machine, behind its gateway."""
+
+    may_map = False
+    transport = "tcp + CURVE, bytes in frames"
+    has_ended = False
+
+    def __init__(self, address: str, keys: str | None) -> None:
+        host, port = check_endpoint(address, "the address")
+        if port == 0:
+            raise ConfigurationError(f"{address} names no port; cs-launch --listen prints the address with the port")
+        if keys is None:
+            raise ConfigurationError(
+                f"{address} needs keys=DIR, the directory with service.key and the secret key of this observer, which "
+                "cs-launch keys makes"
+            )
+        self._keys = ObserverKeys.read(keys)
+        self._is_ipv6 = ":" in host
+        self.endpoint = address
+
+    @property
+    def doubts(self) -> str:
+        return (
+            f": nothing listens there, it is another service than the one of service.key, or it does not admit the key "
+            f"{self._keys.path}"
+        )
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        socket.setsockopt(zmq.IPV6, int(self._is_ipv6))
+        protect_client(socket, self._keys)
+
+
+def place_of(address: str, keys: str | os.PathLike[str] | None) -> Place:
+    """Where the service at ``address`` answers: a run directory, or ``tcp://HOST:PORT`` with ``keys``.
+
+    Raises ConfigurationError if an address over TCP comes without keys, or keys with a run directory, and what
+    `ObserverKeys.read` raises; LaunchError if there is no service in the run directory.
+    """
+    if "://" in address:
+        return _Elsewhere(address, None if keys is None else os.fspath(keys))
+    if keys is not None:
+        raise ConfigurationError(f"keys are for a service at tcp://HOST:PORT, and {address} is a run directory")
+    return _RunDirectory(address)

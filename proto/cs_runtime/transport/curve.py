@@ -1,0 +1,270 @@
+"""CURVE: sockets over TCP that encrypt, and know their peer by its key. The keys lie in files of one directory.
+
+ZeroMQ's guide explains CURVE (https://rfc.zeromq.org/spec/26). Every key is a pair: the public key lies in
+``NAME.key``, which others may read, and both lie in ``NAME.key_secret``, which only its owner may read. The format is
+that of ``zmq.auth``. The name says the role: ``service``, or ``observer`` and ``observer-*`` for those that may read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from typing import Any, Self
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import frozen
+
+__all__ = [
+    "ObserverKeys",
+    "ServiceKeys",
+    "ZapHandler",
+    "check_endpoint",
+    "make_keys",
+    "protect_client",
+    "protect_server",
+]
+
+_log = logging.getLogger("central_storage.curve")
+
+# Of the questions that ZeroMQ asks about the keys of peers.
+_DOMAIN = b"central-storage"
+_ZAP_ENDPOINT, _ZAP_VERSION, _CURVE = "inproc://zeromq.zap.01", b"1.0", b"CURVE"
+_SERVICE, _OBSERVER = "service", "observer"
+_PUBLIC, _SECRET = ".key", ".key_secret"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY_NBYTES = 32
+_ENDPOINT = re.compile(r"tcp://(?P<host>\[[\w:.%]+\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
+# Addresses that mean all networks of a machine.
+_WILDCARDS = ("*", "0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]", "[::0]")
+
+
+@frozen
+class ServiceKeys:
+    """The keys of a service, and where those of its peers lie."""
+
+    directory: str
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def read(cls, directory: str) -> Self:
+        """The keys that :func:`make_keys` has made.
+
+        Raises ConfigurationError if a file is missing, is no key, or if others could read or replace the secret one.
+        """
+        directory = _own_directory(directory)
+        return cls(directory, *_pair(os.path.join(directory, _SERVICE + _SECRET)))
+
+    def role_of(self, key: bytes) -> str:
+        """Which peer has this public key (40 characters of Z85), such as ``observer-ann``; "" if it is nobody's. The
+        directory is read anew, so a key that is removed admits nobody from then on."""
+        try:
+            names = sorted(os.listdir(self.directory))
+        except OSError as error:
+            _log.warning("%s cannot be read (%s): nobody is admitted", self.directory, error.strerror)
+            return ""
+        paths = {name.removesuffix(_PUBLIC): os.path.join(self.directory, name) for name in names if _is_observer(name)}
+        return next((role for role, path in paths.items() if key == _public_or_none(path)), "")
+
+
+@frozen
+class ObserverKeys:
+    """The key pair of an observer, and the public key of the service that it believes."""
+
+    path: str
+    public: bytes
+    secret: bytes
+    service: bytes
+
+    @classmethod
+    def read(cls, directory: str) -> Self:
+        """The keys in ``directory``: ``service.key``, and one secret key of an observer.
+
+        Raises ConfigurationError if one is missing, if there are several observers, or if others could read or replace
+        the secret one.
+        """
+        directory = _own_directory(directory)
+        found = [name for name in sorted(os.listdir(directory)) if _is_observer(name.removesuffix("_secret"))]
+        secrets = [name for name in found if name.endswith(_SECRET)]
+        if len(secrets) != 1:
+            has = (
+                f"the secret keys of several observers ({', '.join(secrets)})"
+                if secrets
+                else "no observer's secret key"
+            )
+            raise ConfigurationError(
+                f"{directory} has {has}: a directory for connect has service.key and one observer*.key_secret, which "
+                "cs-launch keys makes"
+            )
+        path = os.path.join(directory, secrets[0])
+        return cls(path, *_pair(path), _public(os.path.join(directory, _SERVICE + _PUBLIC)))
+
+
+class ZapHandler:
+    """Answers the questions of a context's sockets whether a peer may connect (https://rfc.zeromq.org/spec/27). Used by
+    one thread, which polls :attr:`socket`. ::
+
+    handler = ZapHandler(context, ServiceKeys.read("keys"))  # before a socket of the context is bound
+    if handler.socket.poll(1000):
+        handler.answer()
+    """
+
+    def __init__(self, context: zmq.Context[Any], keys: ServiceKeys) -> None:
+        """Admit the peers that ``keys`` knows."""
+        self._keys = keys
+        #: Readable if there is a question.
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        """Answer one question. The role of a peer that is admitted becomes the ``User-Id`` of its messages."""
+        version, request, domain, address, _, mechanism, *credentials = self.socket.recv_multipart()
+        role = ""
+        if (version, domain, mechanism) == (_ZAP_VERSION, _DOMAIN, _CURVE) and len(credentials) == 1:
+            role = self._keys.role_of(z85.encode(credentials[0]))
+        if not role:
+            _log.info("refused a peer at %s: its key is unknown", address.decode(errors="replace"))
+        status, reason = (b"200", b"OK") if role else (b"400", b"unknown key")
+        self.socket.send_multipart([_ZAP_VERSION, request, status, reason, role.encode(), b""])
+
+
+def make_keys(directory: str, observer: str = "") -> list[str]:
+    """Make the keys of a service and of an observer in ``directory``, which is made if it does not exist. Keys of the
+    service that are there stay. Returns the paths of the new files.
+
+    Args:
+        directory: A directory of this user's that is closed to others.
+        observer: Tells observers apart: the files are ``observer-NAME.key`` and ``observer-NAME.key_secret``.
+
+    Raises:
+        ConfigurationError: The directory is open to others, the name is no name, or the observer has a key already.
+    """
+    if observer and not _NAME.fullmatch(observer):
+        raise ConfigurationError(
+            f"{observer!r:.80} is no name for an observer: 1 to 64 of the characters A-Z a-z 0-9 . _ -"
+        )
+    name = f"{_OBSERVER}-{observer}" if observer else _OBSERVER
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        directory = _own_directory(directory)
+        there = set(os.listdir(directory))
+        if {name + _PUBLIC, name + _SECRET} & there:
+            raise ConfigurationError(
+                f"{os.path.join(directory, name + _PUBLIC)} is there already: remove it and {name + _SECRET} to make a "
+                "new pair, or name another observer (--observer NAME)"
+            )
+        wanted = [name] if _SERVICE + _SECRET in there else [_SERVICE, name]
+        return [path for each in wanted for path in _make(directory, each)]
+    except OSError as error:
+        raise ConfigurationError(f"no keys can be made in {directory}: {error.strerror}") from error
+
+
+def protect_server(socket: zmq.Socket[Any], keys: ServiceKeys) -> None:
+    """Let ``socket`` encrypt, and admit only what the :class:`ZapHandler` of its context admits. Call it before
+    ``bind``."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+
+def protect_client(socket: zmq.Socket[Any], keys: ObserverKeys) -> None:
+    """Let ``socket`` encrypt, and talk only to the service whose key is known. Call it before ``connect``."""
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.service)
+
+
+def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
+    """The host and the port of ``tcp://HOST:PORT``, where an IPv6 address stands in brackets. ``what`` names the option
+    in an error. Raises ConfigurationError, also for an address that means every network."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or int(found["port"]) > 65535:
+        raise ConfigurationError(
+            f"{what} must be tcp://ADDRESS:PORT, such as tcp://192.0.2.7:5600, not {endpoint!r:.200}"
+        )
+    if found["host"] in _WILDCARDS:
+        raise ConfigurationError(
+            f"{what} {endpoint} would mean every network of this machine: name the one address that others use"
+        )
+    return found["host"].strip("[]"), int(found["port"])
+
+
+def _make(directory: str, name: str) -> list[str]:
+    before = os.umask(0o077)
+    try:
+        public, secret = zmq.auth.create_certificates(directory, name)
+    finally:
+        os.umask(before)
+    os.chmod(public, 0o644)
+    return [public, secret]
+
+
+def _is_observer(name: str) -> bool:
+    stem = name.removesuffix(_PUBLIC)
+    return stem != name and (stem == _OBSERVER or stem.startswith(f"{_OBSERVER}-"))
+
+
+def _own_directory(directory: str) -> str:
+    """The absolute path. Raises ConfigurationError unless it is a directory that only this user can change."""
+    directory = os.path.abspath(directory)
+    try:
+        status = os.stat(directory)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{directory}, the directory of keys, cannot be read ({error.strerror}); cs-launch keys DIR makes one"
+        ) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigurationError(f"{directory} is no directory of keys; cs-launch keys DIR makes one")
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigurationError(
+            f"{directory}, the directory of keys, must belong to you, and others may not write there"
+        )
+    return directory
+
+
+def _pair(path: str) -> tuple[bytes, bytes]:
+    """The public and the secret key of a file that is closed to others."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the key {path} cannot be read: {error.strerror}; cs-launch keys DIR makes it"
+        ) from error
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigurationError(f"the key {path} must be a file of yours that is closed to other users (chmod 600)")
+    public, secret = _loaded(path)
+    if secret is None:
+        raise ConfigurationError(f"{path} holds no secret key")
+    return public, secret
+
+
+def _public(path: str) -> bytes:
+    return _loaded(path)[0]
+
+
+def _public_or_none(path: str) -> bytes | None:
+    try:
+        return _public(path)
+    except ConfigurationError:
+        return None
+
+
+def _loaded(path: str) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+        for key in (public, secret):
+            if key is not None and len(z85.decode(key)) != _KEY_NBYTES:
+                raise ValueError("a key has 40 characters")
+    except OSError as error:
+        raise ConfigurationError(f"the key {path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # the library lets out whatever its parser meets
+        raise ConfigurationError(f"{path} holds no key: {error}") from error
+    return public, secret

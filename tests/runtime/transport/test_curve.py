@@ -1,0 +1,173 @@
+"""Keys in files, the addresses that may be named, and who is admitted."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tests.harness.timing import unit
+from zmq.utils.monitor import recv_monitor_message
+
+from cs_proto.errors import ConfigurationError
+from cs_runtime.transport.curve import (
+    ObserverKeys,
+    ServiceKeys,
+    ZapHandler,
+    check_endpoint,
+    make_keys,
+    protect_client,
+    protect_server,
+)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    directory = str(tmp_path / "keys")
+    make_keys(directory)
+    return directory
+
+
+def observer_of(directory: str, tmp_path: Path, name: str = "observer") -> ObserverKeys:
+    """The keys as they are copied to another machine."""
+    there = tmp_path / f"there-{name}"
+    there.mkdir(mode=0o700)
+    for each in ("service.key", f"{name}.key_secret"):
+        copied = there / each
+        copied.write_bytes(Path(directory, each).read_bytes())
+        copied.chmod(0o600)
+    return ObserverKeys.read(str(there))
+
+
+def test_only_the_owner_reads_what_is_secret(tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        made = make_keys(str(tmp_path / "keys"))
+    finally:
+        os.umask(before)
+    assert [Path(path).name for path in made] == [
+        *("service.key", "service.key_secret", "observer.key", "observer.key_secret")
+    ]
+    modes = {Path(path).name: stat.S_IMODE(os.stat(path).st_mode) for path in made}
+    assert modes == dict(zip(map(os.path.basename, made), (0o644, 0o600, 0o644, 0o600), strict=True))
+    assert stat.S_IMODE(os.stat(tmp_path / "keys").st_mode) == 0o700
+
+
+def test_another_observer_leaves_the_keys_of_the_service(keys: str, tmp_path: Path) -> None:
+    service = ServiceKeys.read(keys)
+    made = make_keys(keys, "ann")
+    assert [Path(path).name for path in made] == ["observer-ann.key", "observer-ann.key_secret"]
+    assert ServiceKeys.read(keys) == service
+    ann, first = observer_of(keys, tmp_path, "observer-ann"), observer_of(keys, tmp_path)
+    assert service.public == ann.service == first.service
+    assert service.role_of(ann.public) == "observer-ann"
+    assert service.role_of(first.public) == "observer"
+    assert service.role_of(service.public) == ""
+    Path(keys, "observer-ann.key").unlink()
+    assert service.role_of(ann.public) == ""
+    assert service.role_of(first.public) == "observer"
+
+
+def test_keys_are_not_replaced(keys: str) -> None:
+    before = {path: path.read_bytes() for path in Path(keys).iterdir()}
+    with pytest.raises(ConfigurationError, match=r"observer.key is there already: .* name another observer"):
+        make_keys(keys)
+    for name in ("../ann", "a b", "", "x" * 65):
+        if name:
+            with pytest.raises(ConfigurationError, match="is no name for an observer"):
+                make_keys(keys, name)
+    assert {path: path.read_bytes() for path in Path(keys).iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: path.parent.chmod(0o770), "must belong to you, and others may not write there"),
+        (lambda path: path.chmod(0o640), "must be a file of yours that is closed to other users"),
+        (lambda path: path.unlink(), "cannot be read: No such file or directory; cs-launch keys"),
+        (lambda path: path.write_text("nonsense"), "holds no key"),
+        (lambda path: path.write_text('curve\n    public-key = "short"\n    secret-key = "x"\n'), "holds no key"),
+        (lambda path: path.write_bytes(path.with_suffix(".key").read_bytes()), "holds no secret key"),
+        (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "must be a file of yours"),
+        (lambda path: (path.unlink(), path.symlink_to("observer.key_secret")), "must be a file of yours"),
+    ],
+)
+def test_keys_of_a_service_that_are_refused(keys: str, change: Callable[[Path], Any], said: str) -> None:
+    change(Path(keys, "service.key_secret"))
+    with pytest.raises(ConfigurationError, match=said):
+        ServiceKeys.read(keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: make_keys(str(path), "ann"), "the secret keys of several observers"),
+        (lambda path: (path / "observer.key_secret").unlink(), "no observer's secret key"),
+        (lambda path: (path / "observer.key_secret").chmod(0o604), "closed to other users"),
+        (lambda path: (path / "service.key").unlink(), "service.key cannot be read"),
+        (lambda path: path.rename(path.with_name("other")), "cs-launch keys DIR makes one"),
+    ],
+)
+def test_keys_of_an_observer_that_are_refused(keys: str, change: Callable[[Path], Any], said: str) -> None:
+    change(Path(keys))
+    with pytest.raises(ConfigurationError, match=said):
+        ObserverKeys.read(keys)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5600", "tcp://[::1]:0", "tcp://host.example:65535"])
+def test_addresses(endpoint: str) -> None:
+    host, port = check_endpoint(endpoint, "--listen")
+    assert endpoint in (f"tcp://{host}:{port}", f"tcp://[{host}]:{port}")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("tcp://*:5600", "tcp://0.0.0.0:5600", "tcp://[::]:5600", "tcp://127.0.0.1", "tcp://127.0.0.1:65536"),
+        *("127.0.0.1:5600", "ipc:///tmp/x", "tcp://127.0.0.1:5600/x", "tcp://:5600", "tcp://a b:1", "tcp://h:-1", ""),
+    ],
+)
+def test_addresses_that_are_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match="--listen"):
+        check_endpoint(endpoint, "--listen")
+
+
+@contextmanager
+def sockets(keys: str, tmp_path: Path) -> Iterator[tuple[ZapHandler, zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """What looks at keys, a server with the keys of a service, and a client with those of an observer."""
+    with zmq.Context() as context:
+        zap = ZapHandler(context, ServiceKeys.read(keys))
+        with zap.socket, context.socket(zmq.ROUTER) as server, context.socket(zmq.DEALER) as client:
+            for socket in (server, client):
+                socket.setsockopt(zmq.LINGER, 0)
+            protect_server(server, ServiceKeys.read(keys))
+            protect_client(client, observer_of(keys, tmp_path))
+            yield zap, server, client
+
+
+def test_a_known_key_is_admitted_and_its_messages_say_whose_it_is(keys: str, tmp_path: Path) -> None:
+    with sockets(keys, tmp_path) as (zap, server, client):
+        client.connect(f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}")
+        client.send(b"question")
+        assert zap.socket.poll(1000 * unit(20))
+        zap.answer()
+        assert server.poll(1000 * unit(20))
+        _, message = server.recv_multipart(copy=False)
+        assert (message.bytes, message.get("User-Id")) == (b"question", "observer")
+
+
+def test_a_socket_of_another_domain_admits_nobody(keys: str, tmp_path: Path) -> None:
+    with sockets(keys, tmp_path) as (zap, server, client):
+        server.setsockopt(zmq.ZAP_DOMAIN, b"other")
+        ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        with client.get_monitor_socket(ends) as monitor:
+            client.connect(f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}")
+            assert zap.socket.poll(1000 * unit(20))
+            zap.answer()
+            assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            client.disable_monitor()
