@@ -46,7 +46,9 @@ class _RunDirectory:
     def __init__(self, address: str) -> None:
         path = os.path.join(address, "server")
         if not os.path.exists(path):
-            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
+            raise LaunchError(
+                f"no service answers in {address}; it is starting or has ended, or the address names the wrong run"
+            )
         self._address = address
         self.endpoint = f"ipc://{path}"
 
