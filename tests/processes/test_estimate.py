@@ -84,9 +84,9 @@ def step():
 _MOST_LOOKS = 20
 
 
-def estimated(*arguments: object, code: int = 0) -> dict[str, Any]:
+def estimated(*arguments: object, code: int = 0, timeout: float | None = None) -> dict[str, Any]:
     """What ``cs-ctl estimate --json`` prints."""
-    ended = run("cs-ctl", "estimate", "--json", *map(str, arguments))
+    ended = run("cs-ctl", "estimate", "--json", *map(str, arguments), timeout=timeout)
     assert ended.code == code, str(ended)
     return dict(json.loads(ended.out))
 
