@@ -73,7 +73,7 @@ def test_pythons_are_the_same_everywhere() -> None:
 
 def test_stability_states_the_numbers_of_the_code() -> None:
     assert f"This version speaks protocol {PROTOCOL}," in STABILITY
-    written = file_format._FORMAT
+    written = file_format.FORMAT
     assert f"| format {written}: checksums" in STABILITY
     assert f"| format {written + 1}:" not in STABILITY
 

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
+from cs_proto.errors import CheckpointDamagedError, CheckpointError, CheckpointSaveError, InvalidArgumentError
+from cs_runtime.failpoints import failpoint
 
+from .checkpoint import disk
+from .checkpoint.failures import Failures, Policy
 from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
 from .core.public_objects import Closed
@@ -64,7 +67,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: N
         )
     directory = os.fspath(checkpoint_dir)
     newest: dict[str, tuple[int, str]] = {}
-    for name in _names(directory):
+    for name in disk.names(directory):
         if match := re.fullmatch(rf"(.+)-(\d+){re.escape(SUFFIX)}", name):
             path = os.path.join(directory, name)
             newest[match[1]] = max(newest.get(match[1], (-1, "")), (int(match[2]), path))
@@ -149,7 +152,8 @@ class Checkpoint(Walked):
             The path, for :meth:`restore`.
 
         Raises:
-            OSError: The file system refuses; the error says the path and the bytes that were needed and are free.
+            CheckpointSaveError: The file system refuses (an OSError); names the path, and the bytes that were needed
+                and are free. An existing file stays, and no draft is left.
             ContextError: Called in a replica (a RuntimeError).
         """
         return self._save(f"{os.fspath(file_prefix)}-{self._count + 1}{SUFFIX}", self._count + 1)
@@ -165,7 +169,8 @@ class Checkpoint(Walked):
 
         Raises:
             InvalidArgumentError: The path ends in ``-`` and a number, as those of :meth:`save` do (a ValueError).
-            OSError: The file system refuses; the error says the path and the bytes that were needed and are free.
+            CheckpointSaveError: The file system refuses (an OSError); names the path, and the bytes that were needed
+                and are free. An existing file stays, and no draft is left.
             ContextError: Called in a replica (a RuntimeError).
 
         Examples:
@@ -276,11 +281,14 @@ class CheckpointManager(Closed):
         checkpoint_interval: :meth:`save` does nothing until ``step_counter`` has advanced by this many steps since the
             last checkpoint that was saved or restored. None: it always saves.
         init_fn: Called by :meth:`restore_or_initialize` where there is no checkpoint.
+        if_save_fails: What :meth:`save` does if the file system refuses, such as a full disk: ``"raise"`` a
+            CheckpointSaveError, ``"continue"`` with a warning and return None, or ``"stop"`` the script with exit code
+            6, which is ``SystemExit``. Older checkpoints stay in each case.
 
     Raises:
         InvalidArgumentError: A number is out of its range, ``checkpoint_name`` is not a name of a file,
-            ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never advances (a
-            ValueError).
+            ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never advances, or
+            ``if_save_fails`` is none of the three (a ValueError).
 
     Examples:
         >>> import tempfile
@@ -305,6 +313,8 @@ class CheckpointManager(Closed):
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], object] | None = None,
+        *,
+        if_save_fails: Policy = "raise",
     ) -> None:
         is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
         if max_to_keep is not None and not (is_number and max_to_keep > 0):
@@ -330,6 +340,7 @@ class CheckpointManager(Closed):
         self._last_step: int | None = None
         self._init_fn = init_fn
         self._skipped: dict[str, str] = {}
+        self._failures = Failures(if_save_fails)
         # The clock of the files, as that of what is compared with it: the time of the first checkpoint that is left.
         self._begun = min(map(_changed, self._paths()), default=None)
 
@@ -364,6 +375,16 @@ class CheckpointManager(Closed):
         what was found."""
         return dict(self._skipped)
 
+    @property
+    def failed_saves(self) -> int:
+        """How many calls of :meth:`save` the file system has refused."""
+        return self._failures.count
+
+    @property
+    def last_save_error(self) -> CheckpointSaveError | None:
+        """The error of the newest save that failed; None if none did."""
+        return self._failures.last
+
     def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
         """Write a checkpoint, then delete the oldest beyond ``max_to_keep``.
 
@@ -375,11 +396,14 @@ class CheckpointManager(Closed):
             check_interval: False: save also within ``checkpoint_interval`` steps of the last checkpoint.
 
         Returns:
-            The path of the file; None where ``checkpoint_interval`` steps have not passed.
+            The path of the file; None where ``checkpoint_interval`` steps have not passed, or the file system refuses
+            and ``if_save_fails`` is ``"continue"``.
 
         Raises:
             InvalidArgumentError: ``checkpoint_number`` is no whole number from 0 (a ValueError).
-            OSError: The file system refuses.
+            CheckpointSaveError: The file system refuses (an OSError); names the path, and the bytes that were needed
+                and are free. No draft is left.
+            SystemExit: The file system refuses, and ``if_save_fails`` is ``"stop"``.
             ContextError: Called in a replica (a RuntimeError).
         """
         step = self._step()
@@ -387,16 +411,24 @@ class CheckpointManager(Closed):
             assert self._interval is not None
             if step - self._last_step < self._interval:
                 return None
+        try:
+            path = self._save(checkpoint_number)
+        except CheckpointSaveError as error:
+            self._failures.handle(error)
+            return None
+        self._last_step = step
+        return path
+
+    def _save(self, checkpoint_number: int | None) -> str:
         if checkpoint_number is None:
             path = self._checkpoint._save_next(self._path_of, self._next_number)  # noqa: SLF001  (they are one thing)
             self._delete_beyond(self._max_to_keep)
-        else:
-            number = _whole_number(checkpoint_number)
-            path = self._checkpoint._save(self._path_of(number), number)  # noqa: SLF001
-            self._skipped.pop(path, None)
-            # It stays, however old its number.
-            self._delete_beyond(None if self._max_to_keep is None else self._max_to_keep - 1, but=path)
-        self._last_step = step
+            return path
+        number = _whole_number(checkpoint_number)
+        path = self._checkpoint._save(self._path_of(number), number)  # noqa: SLF001
+        self._skipped.pop(path, None)
+        # It stays, however old its number.
+        self._delete_beyond(None if self._max_to_keep is None else self._max_to_keep - 1, but=path)
         return path
 
     def restore_or_initialize(self) -> str | None:
@@ -444,7 +476,8 @@ class CheckpointManager(Closed):
         for path in found[: found.index(last) + 1]:
             with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
                 if path in self._skipped or not self._keeps(path):
-                    os.unlink(path)
+                    failpoint("save.delete")
+                    disk.remove(path)
 
     def _keeps(self, path: str) -> bool:
         """Whether a checkpoint that is to be deleted is kept for good; if so, it is marked."""
@@ -456,8 +489,10 @@ class CheckpointManager(Closed):
         kept = [_changed(each) for each in self._paths() if os.path.lexists(each + _KEPT)]
         if changed - max(kept, default=self._begun) < self._keep_every:
             return False
-        with open(path + _KEPT, "wb"):
-            return True
+        with contextlib.suppress(FileExistsError):  # another manager was faster
+            disk.create_empty(path + _KEPT)
+        disk.sync_directory(self._directory)  # otherwise a power failure may lose the mark, but not the deletion
+        return True
 
     def _step(self) -> int | None:
         return None if self._interval is None else int(self._step_counter)
@@ -473,17 +508,12 @@ class CheckpointManager(Closed):
 
     def _found(self) -> list[tuple[int, str]]:
         pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(SUFFIX)}")
-        return sorted((int(match[1]), name) for name in _names(self._directory) if (match := pattern.fullmatch(name)))
+        return sorted(
+            (int(match[1]), name) for name in disk.names(self._directory) if (match := pattern.fullmatch(name))
+        )
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory}>"
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
 
 
 def _changed(path: str) -> float:

@@ -26,6 +26,7 @@
     ├── CheckpointError          (ValueError)    a checkpoint that cannot be read or does not fit; names the entry
     │   ├── CheckpointDamagedError                a damaged, incomplete or renamed file
     │   └── CheckpointMismatchError (AssertionError)  the checkpoint and the objects hold different variables
+    ├── CheckpointSaveError      (OSError)       a checkpoint that could not be written; names its path, need and have
     ├── LaunchError              (RuntimeError)  a service could not be started; carries the child's last lines
     ├── ConfigurationError       (ValueError)    an invalid option, environment variable or command line
     ├── ProtocolError
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointMismatchError",
+    "CheckpointSaveError",
     "ConfigurationError",
     "ContextError",
     "DatasetContextError",
@@ -202,6 +204,19 @@ class CheckpointMismatchError(CheckpointError, AssertionError):
     """A checkpoint holds values that no object uses, or lacks values that objects need; names both."""
 
 
+class CheckpointSaveError(CentralStorageError, OSError):
+    """A checkpoint was not saved, because the file system refuses. Existing checkpoints stay, and no draft is left.
+
+    ``errno`` is that of the file system, and ``filename`` the path. ``needed_nbytes`` is the size of the checkpoint,
+    and ``free_nbytes`` what the file system has for this user; None if it does not say.
+    """
+
+    def __init__(self, *args: object, needed_nbytes: int | None = None, free_nbytes: int | None = None) -> None:
+        super().__init__(*args)
+        self.needed_nbytes = needed_nbytes
+        self.free_nbytes = free_nbytes
+
+
 class LaunchError(CentralStorageError, RuntimeError):
     """A service could not be started. The message carries the failing child's last lines."""
 
@@ -326,6 +341,7 @@ _OURS = (
     CheckpointError,
     CheckpointDamagedError,
     CheckpointMismatchError,
+    CheckpointSaveError,
     LaunchError,
     ConfigurationError,
     LocalProtocolError,

@@ -43,6 +43,15 @@ FAILPOINTS = (
     "worker.ask",  # before a question is sent
     "worker.return",  # the function has returned; nothing has been sent
     "worker.returned",  # the return has been sent
+    # a script that saves a checkpoint
+    "save.draft",  # the draft is open, and empty
+    "save.write",  # before a part of an array, or the header, is written
+    "save.sync",  # the content is complete; nothing is synced
+    "save.replace",  # before a draft takes the name of a file, which it replaces
+    "save.take",  # before a draft takes a new name
+    "save.taken",  # the file has its name; the directory is not synced
+    "save.saved",  # the checkpoint is on the disk; the draft's name is still there
+    "save.delete",  # before a manager deletes an older checkpoint
 )
 
 _ITEM = re.compile(

@@ -67,8 +67,9 @@ def test_the_command_of_a_session_finds_a_broken_promise() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_comes_to_every_failpoint(way: str) -> None:
-    """Only where steps go by a program, it comes to the places in it."""
+    """Only where steps go by a program, it comes to the places in it. It saves no checkpoint."""
     with session("--own-reads", environment={"CS_FAILPOINTS": "*=note", **way_of(way)}) as trained:
         trained.wait_for_steps(30)
         assert check(trained.history, trained.finish()) == []
-        assert trained.fired == set(FAILPOINTS) - ({"server.pass"} if way != "program" else set())
+        expected = {name for name in FAILPOINTS if not name.startswith("save.")}
+        assert trained.fired == expected - ({"server.pass"} if way != "program" else set())

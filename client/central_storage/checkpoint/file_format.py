@@ -1,4 +1,4 @@
-"""The file of a checkpoint: how it is written atomically, and how it is read back and checked.
+"""The format of a checkpoint's file, and how a file is read and checked. ``writing`` writes it.
 
 A file has the safetensors format: eight bytes with the length of the header (little-endian), the header (JSON), and
 the bytes of the arrays without a gap. The header begins with a CRC-32 of the rest of the header. Its index (JSON in the
@@ -9,18 +9,13 @@ index also has the name of the file, so a file that is renamed to another number
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
-import logging
 import math
 import os
 import re
-import secrets
-import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,25 +23,32 @@ from central_storage.diagnostics.bars import automatic
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import CheckpointDamagedError, CheckpointError
 from cs_proto.frozen import frozen
-from cs_proto.sizes import in_units
 
-from .disk import SUFFIX, newest_in, room, write_at
+from . import disk
+from .disk import SUFFIX
 
-__all__ = ["SUFFIX", "Readable", "Stored", "add", "reading", "replace"]
-
-_log = logging.getLogger("central_storage.checkpoint_files")
+__all__ = [
+    "FORMAT",
+    "LONGEST_HEADER",
+    "NO_CHECKSUM",
+    "SUFFIX",
+    "Stored",
+    "checksum",
+    "header_of_format_2",
+    "place_in_header",
+    "reading",
+    "sealed",
+]
 
 # Goes up when a file changes in a way that an older reader cannot read. Format 1 has neither checksums nor a name.
-_FORMAT = 2
+FORMAT = 2
 _INDEX = "central_storage"
 _CHECKSUM = "central_storage_crc32"
 #: How the header of a file of format 2 begins. The eight digits of its checksum come next.
 _START = f'{{"__metadata__": {{"{_CHECKSUM}": "'.encode()
-_NO_CHECKSUM = "0" * 8
+NO_CHECKSUM = "0" * 8
 #: Readers of safetensors refuse a longer header. Bytes.
-_LONGEST_HEADER = 100_000_000
-#: Bytes by which a header may grow after its length is fixed, when the number in the name gets more digits.
-_ROOM = 32
+LONGEST_HEADER = 100_000_000
 _PAIRS = {"complex64": "F32", "complex128": "F64"}  # safetensors has no dtype for a complex128
 _DTYPES = {
     "bool": "BOOL",
@@ -54,7 +56,6 @@ _DTYPES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 _NAMES = {stored: name for name, stored in _DTYPES.items()}
-_DRAFT = re.compile(rf".+{re.escape(SUFFIX)}\.[0-9a-f]{{16}}\.draft")
 _NUMBERED = re.compile(rf".*-\d+{re.escape(SUFFIX)}", re.DOTALL)
 
 
@@ -92,268 +93,45 @@ _FIELDS: Mapping[str, _Field] = {
 }
 
 
-class Readable(Protocol):
-    """An array to write: ``read`` returns a value that converts to an array of this dtype and shape."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def read(self) -> Callable[[], Any]: ...
+# --- the header ---------------------------------------------------------------------------------------------------
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
+def place_in_header(dtype: np.dtype[Any], shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+    """What the header says of an array that takes the bytes from ``begin`` to ``end``."""
+    name = dtype_name(dtype)
+    stored = [*shape, 2] if name in _PAIRS else list(shape)
+    return {"dtype": _PAIRS.get(name) or _DTYPES[name], "shape": stored, "data_offsets": [begin, end]}
 
 
-def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
-    """Write ``arrays``, and ``index`` with the fields of every file, to ``path``, atomically. An existing file is
-    replaced; if ``path`` is a symbolic link, the link is replaced, and its target stays.
-
-    Memory is needed for one array at a time. Raises OSError if the file system refuses, with the path and the bytes
-    that were needed and are free, and CheckpointError for more arrays than a file can have. An existing file stays
-    then.
-    """
-    with _drafted(path, arrays, index) as draft:
-        draft.seal(path, index)
-        with draft.explained():
-            os.replace(draft.name, path)
-            _sync_directory(draft.directory)  # otherwise a power failure may lose the name
+def header_of_format_2(index: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The header of a file, with room for its checksum, which :func:`sealed` sets."""
+    metadata = {_CHECKSUM: NO_CHECKSUM, _INDEX: json.dumps({"format": FORMAT, **index})}
+    return json.dumps({"__metadata__": metadata, **places}).encode()
 
 
-def add(
-    path_of: Callable[[int], str],
-    next_number: Callable[[], int],
-    arrays: Mapping[str, Readable],
-    index: Mapping[str, Any],
-) -> tuple[str, int]:
-    """As :func:`replace`, but never replaces a file, even if other processes write there.
-
-    When the file is written, it takes the path of the next number. ``next_number`` returns one more than the numbers
-    that exist; all paths lie in one directory. The index gets the number as its ``save_counter``.
-
-    Returns the path and its number.
-    """
-    number = next_number()
-    with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
-        while True:
-            path = path_of(number)
-            draft.seal(path, {**index, "save_counter": number})
-            with draft.explained():
-                if _take(path, draft.name, number, next_number):
-                    _sync_directory(draft.directory)
-                    return path, number
-            number = next_number()
-
-
-class _Draft:
-    """A file that is being written under a random name in the directory of its path. Its writer holds a lock on it.
-    The system releases the lock when the process dies, so others can tell that the file is abandoned."""
-
-    def __init__(self, path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
-        self.directory = os.path.dirname(path) or "."
-        self._path = path
-        # Wide dtypes first, so that each array is aligned.
-        self._arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
-        self._checksums = dict.fromkeys(self._arrays, _NO_CHECKSUM)
-        self._places: dict[str, dict[str, Any]] = {}
-        end = 0
-        for key, array in self._arrays.items():
-            begin, end = end, end + math.prod(array.shape) * array.dtype.itemsize
-            name = dtype_name(array.dtype)
-            shape = [*array.shape, 2] if name in _PAIRS else list(array.shape)
-            stored = _PAIRS.get(name) or _DTYPES[name]
-            self._places[key] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
-        # The checksums are known only after the arrays are written, so the header is written last, and has room to
-        # grow.
-        self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
-        if self._header_nbytes > _LONGEST_HEADER:
-            raise CheckpointError(
-                f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, but a header "
-                f"has at most {_LONGEST_HEADER} bytes; save the objects in several checkpoints"
-            )
-        #: The bytes of the arrays.
-        self.content_nbytes = end
-        self._nbytes = 8 + self._header_nbytes + end
-        with self.explained():
-            _make_directory(self.directory)
-            _remove_abandoned(self.directory)
-            self.name, self._file, self._mode = _open_draft(path)
-
-    def write_arrays(self, advance: Callable[[int], None]) -> None:
-        """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
-        offset = 8 + self._header_nbytes
-        for key, source in self._arrays.items():
-            array = np.ascontiguousarray(source.read(), source.dtype.newbyteorder("<")).reshape(source.shape)
-            data = array.reshape(-1).view(np.uint8)
-            self._checksums[key] = _checksum(data)
-            with self.explained():
-                offset = write_at(self._file, data.data, offset, advance)
-
-    def seal(self, path: str, index: Mapping[str, Any]) -> None:
-        """Write the header for a file with the final name ``path``, and wait until everything is on the disk."""
-        text = self._header(path, index).ljust(self._header_nbytes)
-        _, rest = _take_out_checksum(text)
-        text = _START + _checksum(rest).encode() + rest[len(_START) :]
-        with self.explained():
-            write_at(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
-            if stat.S_IMODE(os.fstat(self._file).st_mode) != self._mode:
-                os.fchmod(self._file, self._mode)
-            os.fsync(self._file)
-
-    def close(self) -> None:
-        """Remove the file under its random name, if it still exists."""
-        with contextlib.suppress(OSError):  # the next save in this directory removes it
-            os.unlink(self.name)
-        os.close(self._file)
-
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise an OSError of the file system with the path, the bytes needed and free, and the remedy."""
-        try:
-            yield
-        except OSError as error:
-            remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
-            need = f"the checkpoint needs {self._nbytes} bytes{in_units(self._nbytes)}"
-            raise OSError(
-                error.errno, f"{error.strerror}; {need}, {room(self.directory)}; {remedy}", self._path
-            ) from error
-
-    def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
-        complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
-        own = {"format": _FORMAT, "name": os.path.basename(path), "complex": complex_, "checksums": self._checksums}
-        metadata = {_CHECKSUM: _NO_CHECKSUM, _INDEX: json.dumps({**own, **index})}
-        return json.dumps({"__metadata__": metadata, **self._places}).encode()
-
-
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or save to another file system"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "save to a directory that this user may write to"),
-}
-
-
-@contextlib.contextmanager
-def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
-    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C."""
-    draft = _Draft(path, arrays, index)
-    try:
-        with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
-            draft.write_arrays(advance)
-        yield draft
-    finally:
-        draft.close()
-
-
-def _open_draft(path: str) -> tuple[str, int, int]:
-    """A new locked file in the directory of ``path``: its name, its descriptor, and its final mode, which follows from
-    the umask as for every file. Until then only this user can open it."""
-    while True:
-        name = f"{path}.{secrets.token_hex(8)}.draft"
-        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        mode = stat.S_IMODE(os.fstat(file).st_mode)
-        with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(file, 0o600)
-        if _lock(file):
-            return name, file, mode
-        os.close(file)
-
-
-def _lock(file: int) -> bool:
-    """Lock a new draft. False if another process has taken it for abandoned meanwhile."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks, where no process removes drafts
-        return True
-    return os.fstat(file).st_nlink > 0
-
-
-def _remove_abandoned(directory: str) -> None:
-    """Remove the drafts of processes that have died."""
-    with os.scandir(directory) as entries:
-        drafts = [entry for entry in entries if _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-    for entry in drafts:
-        with contextlib.suppress(OSError):  # its writer is alive, or has finished it, or it belongs to another user
-            file = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(entry.path)
-                _log.info("removed %s, left behind by a process that was killed", entry.path)
-            finally:
-                os.close(file)
-
-
-def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) -> bool:
-    """Give the file ``draft`` the name ``path``. False if the name is taken, or was: others may have saved and deleted
-    a file with that name since its number was found, and then this would not be the newest one."""
-    has_links = True
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        has_links = False
-    if not has_links:  # an empty file takes the name first; it stays behind if the process is killed right here
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
-    is_ours = False
-    try:
-        if next_number() <= number + 1:
-            if not has_links:
-                os.replace(draft, path)
-            is_ours = True
-    finally:
-        if not is_ours:
-            with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
-                os.unlink(path)
-    return is_ours
-
-
-def _make_directory(directory: str) -> None:
-    missing = []
-    while directory not in ("/", ".") and not os.path.isdir(directory):
-        missing.append(directory)
-        directory = os.path.dirname(directory) or "."
-    for made in reversed(missing):
-        try:
-            os.mkdir(made)
-        except FileExistsError:  # another process was faster, or it is a file
-            if not os.path.isdir(made):
-                raise
-        _sync_directory(os.path.dirname(made) or ".")
-
-
-def _sync_directory(directory: str) -> None:
-    """Wait until the names in ``directory`` are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sealed(header: bytes) -> bytes:
+    """A header with its checksum."""
+    _, rest = _take_out_checksum(header)
+    return _START + checksum(rest).encode() + rest[len(_START) :]
 
 
 # --- checksums ----------------------------------------------------------------------------------------------------
 
 
-def _checksum(data: Any) -> str:
+def checksum(data: Any) -> str:
     """The CRC-32 of bytes, as eight digits."""
     return f"{zlib.crc32(data):08x}"
 
 
 def _require_checksum(path: str, what: str, data: Any, expected: str) -> None:
     """Raise CheckpointDamagedError if the checksum of ``data`` is not ``expected``."""
-    if (found := _checksum(data)) != expected:
+    if (found := checksum(data)) != expected:
         raise _damaged(path, f"the checksum of {what} is {found}, but was {expected} when it was saved")
 
 
 def _take_out_checksum(header: bytes) -> tuple[str, bytes]:
     """The checksum at the beginning of a header of format 2, and the rest, to which it belongs."""
-    end = len(_START) + len(_NO_CHECKSUM)
+    end = len(_START) + len(NO_CHECKSUM)
     return header[len(_START) : end].decode(errors="replace"), _START + header[end:]
 
 
@@ -433,41 +211,37 @@ def reading(path: str) -> Iterator[Stored]:
     """
     file = _open(path)
     try:
-        size = os.fstat(file).st_size
+        size = disk.size_of(file)
+        if size is None:
+            raise _damaged(path, "it is not a regular file")
         header = _header_of(path, file, size)
         index, places = _parsed(path, header, 8 + len(header), size)
         twice = 2 * sum(place.nbytes for place in places.values())  # to check all, and to set all
         with automatic(f"restoring {os.path.basename(path)}", twice, "B") as advance:
             yield Stored(path, file, index, places, advance)
     finally:
-        os.close(file)
+        disk.close(file)
 
 
 def _open(path: str) -> int:
     try:
-        file = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # without O_NONBLOCK a pipe would wait for its writer
+        return disk.open_to_read(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         if os.path.islink(path):
             raise _damaged(path, "it is a link to a file that does not exist") from error
-        hint = newest_in(path.removesuffix(SUFFIX))
+        hint = disk.newest_in(path.removesuffix(SUFFIX))
         raise CheckpointError(f"there is no checkpoint {path}{hint}") from error
     except OSError as error:
         raise OSError(
             error.errno, f"{error.strerror}; make it readable, or restore another checkpoint", path
         ) from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise _damaged(path, "it is not a regular file")
-    return file
 
 
 def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:
     """Fill ``into`` from the file."""
     while into:
         try:
-            count = os.preadv(file, [into], offset)
+            count = disk.read_at(file, into, offset)
         except OSError as error:
             raise _damaged(path, f"it cannot be read from the disk ({error.strerror})") from error
         if not count:
@@ -480,7 +254,7 @@ def _header_of(path: str, file: int, size: int) -> bytes:
     word = bytearray(8)
     _read_at(path, file, memoryview(word), 0)
     nbytes = int.from_bytes(word, "little")
-    most = min(size - 8, _LONGEST_HEADER)
+    most = min(size - 8, LONGEST_HEADER)
     if nbytes > most:
         raise _damaged(path, f"its header claims {nbytes} bytes, but at most {most} are possible")
     header = bytearray(nbytes)
@@ -502,12 +276,12 @@ def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, A
     if not _is_count(number):
         raise _damaged(path, f"the format in its index is {number!r:.80}, which is not a whole number")
     is_sealed = header.startswith(_START)
-    if number not in (1, _FORMAT):
+    if number not in (1, FORMAT):
         raise CheckpointError(
-            f"{path} has format {number!r:.80}, but this version reads formats 1 to {_FORMAT}; use the version of "
+            f"{path} has format {number!r:.80}, but this version reads formats 1 to {FORMAT}; use the version of "
             "central-storage that saved it"
         )
-    if is_sealed != (number == _FORMAT):
+    if is_sealed != (number == FORMAT):
         raise _damaged(path, f"its index has format {number}, but its header belongs to another format")
     _check_index(path, index)
     name = os.path.basename(path)

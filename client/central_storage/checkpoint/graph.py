@@ -43,7 +43,8 @@ from cs_proto.errors import (
 )
 from cs_proto.frozen import frozen
 
-from .file_format import SUFFIX, add, reading, replace
+from .file_format import SUFFIX, reading
+from .writing import add, replace
 
 __all__ = [
     "SUFFIX",
@@ -229,7 +230,7 @@ def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None
     """Write all values of ``objects``, and the fields ``more`` of the index, to ``path``, atomically. An existing file
     is replaced.
 
-    Raises ContextError in a replica, OSError and CheckpointError as :func:`checkpoint_files.replace`.
+    Raises ContextError in a replica, OSError and CheckpointError as :func:`writing.replace`.
     """
     with _all_of(objects, more) as (entries, index):
         replace(path, entries, index)
@@ -241,8 +242,7 @@ def save_next(
     objects: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """As :func:`save`, but to the path of the next free number: see :func:`checkpoint_files.add`. Returns the path and
-    its number, which is the ``save_counter`` of the index."""
+    """As :func:`save`, but to the path of the next free number: see :func:`writing.add`. Returns the path and its number, which is the ``save_counter`` of the index."""
     with _all_of(objects, more) as (entries, index):
         return add(path_of, next_number, entries, index)
 

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from central_storage.checkpoint import file_format
+from central_storage.checkpoint import disk, file_format, writing
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
-from cs_proto.errors import CheckpointDamagedError, CheckpointError
+from cs_proto.errors import CheckpointDamagedError, CheckpointError, CheckpointSaveError
 
 assert DefaultStrategy  # variables outside every strategy belong to the one that this module sets
 FORMAT_1 = Path(__file__).parents[2] / "data" / "format-1"
@@ -380,7 +380,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path, monkeypatch: pyte
     for planted in (f"{path}.tmp", f"{path}.{'ab' * 8}.draft", str(path)):
         os.symlink(victim, planted)
         checkpoint = several(1)
-        with pytest.raises(FileExistsError) if planted.endswith(".draft") else contextlib.nullcontext():
+        with pytest.raises(CheckpointSaveError) if planted.endswith(".draft") else contextlib.nullcontext():
             checkpoint.save(directory / "ckpt")
         assert victim.read_text() == "mine", planted
         os.unlink(planted)
@@ -440,16 +440,16 @@ def test_drafts_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> N
 
 
 def test_a_draft_that_was_taken_for_abandoned_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = file_format._lock
+    lock = writing._lock
     found = []
 
     def remove_first(file: int) -> bool:
         if not found:
-            file_format._remove_abandoned(str(tmp_path))
+            writing._remove_abandoned(str(tmp_path))
         found.append(lock(file))
         return found[-1]
 
-    monkeypatch.setattr(file_format, "_lock", remove_first)
+    monkeypatch.setattr(writing, "_lock", remove_first)
     checkpoint = several(1)
     checkpoint.restore(checkpoint.save(tmp_path / "ckpt")).assert_consumed()
     assert found == [False, True]
@@ -458,8 +458,8 @@ def test_a_draft_that_was_taken_for_abandoned_is_made_anew(tmp_path: Path, monke
 
 def test_new_directories_are_synced_in_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    sync = file_format._sync_directory
-    monkeypatch.setattr(file_format, "_sync_directory", lambda path: (synced.append(path), sync(path)))
+    sync = disk.sync_directory
+    monkeypatch.setattr(disk, "sync_directory", lambda path: (synced.append(path), sync(path)))
     several(1).save(tmp_path / "a" / "b" / "ckpt")
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
     synced.clear()
@@ -483,13 +483,18 @@ def test_a_disk_that_refuses_leaves_the_last_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(CheckpointSaveError) as caught:
             again.save(tmp_path / "ckpt")
-    remedy = {errno.ENOSPC: "make room there", errno.EACCES: "this user may write to"}.get(number, "another directory")
-    says = rf"{os.strerror(number)}; the checkpoint needs \d+ bytes, \d+( \(.*\))? are free; save .*|make room"
+    remedy = {
+        errno.ENOSPC: "make room there",
+        errno.EACCES: "save to a directory that this user may write to",
+        errno.EIO: "check the disk",
+    }
+    says = rf"{os.strerror(number)}; the checkpoint needs \d+ bytes, \d+( \(.*\))? are free; {remedy[number]}"
     assert (caught.value.errno, caught.value.filename) == (number, path)
+    assert caught.value.needed_nbytes == os.stat(path).st_size
+    assert caught.value.free_nbytes is not None
     assert re.search(says, str(caught.value))
-    assert remedy in str(caught.value)
     assert again.save_counter == 0
     assert os.listdir(tmp_path) == ["ckpt-1.safetensors"]
     again.restore(path).assert_consumed()
@@ -498,13 +503,13 @@ def test_a_disk_that_refuses_leaves_the_last_one(
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match="the checkpoint needs") as caught:
+    with pytest.raises(CheckpointSaveError, match="File exists; the checkpoint needs") as caught:
         several(1).save(tmp_path / "file" / "ckpt")
     assert caught.value.filename == str(tmp_path / "file" / "ckpt-1.safetensors")
 
 
 def test_more_arrays_than_a_header_can_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_format, "_LONGEST_HEADER", 500)
+    monkeypatch.setattr(writing, "LONGEST_HEADER", 500)
     says = r"would need a header of \d+ bytes for its 4 arrays, .* at most 500 bytes; save the objects in several"
     with pytest.raises(CheckpointError, match=says):
         several(1).save(tmp_path / "ckpt")

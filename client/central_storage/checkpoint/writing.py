@@ -1,0 +1,247 @@
+"""How a checkpoint is written: a draft under a random name, synced, then renamed or linked to its own name.
+
+A file is there as a whole or not at all, whenever the process is killed or the power is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from central_storage.diagnostics.bars import automatic
+from cs_proto.errors import CheckpointError, CheckpointSaveError
+from cs_proto.sizes import in_units
+from cs_runtime.failpoints import failpoint
+
+from . import disk
+from .file_format import LONGEST_HEADER, NO_CHECKSUM, checksum, header_of_format_2, place_in_header, sealed
+
+__all__ = ["Readable", "add", "replace"]
+
+_log = logging.getLogger("central_storage.checkpoint_files")
+
+#: Bytes by which a header may grow after its length is fixed, when the number in the name gets more digits.
+_ROOM = 32
+_DRAFT = re.compile(rf".+{re.escape(disk.SUFFIX)}\.[0-9a-f]{{16}}\.draft")
+
+
+class Readable(Protocol):
+    """An array to write: ``read`` returns a value that converts to an array of this dtype and shape."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def read(self) -> Callable[[], Any]: ...
+
+
+def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
+    """Write ``arrays``, and ``index`` with the fields of every file, to ``path``, atomically. An existing file is
+    replaced; if ``path`` is a symbolic link, the link is replaced, and its target stays.
+
+    Memory is needed for one array at a time. Raises CheckpointSaveError (an OSError) if the file system refuses, with
+    the path and the bytes that were needed and are free, and CheckpointError for more arrays than a file can have. An
+    existing file stays then.
+    """
+    with _drafted(path, arrays, index) as draft:
+        draft.seal(path, index)
+        with draft.explained():
+            failpoint("save.replace")
+            disk.replace(draft.name, path)
+            disk.sync_directory(draft.directory)  # otherwise a power failure may lose the name
+
+
+def add(
+    path_of: Callable[[int], str],
+    next_number: Callable[[], int],
+    arrays: Mapping[str, Readable],
+    index: Mapping[str, Any],
+) -> tuple[str, int]:
+    """As :func:`replace`, but never replaces a file, even if other processes write there.
+
+    When the file is written, it takes the path of the next number. ``next_number`` returns one more than the numbers
+    that exist; all paths lie in one directory. The index gets the number as its ``save_counter``.
+
+    Returns the path and its number.
+    """
+    number = next_number()
+    with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
+        while True:
+            path = path_of(number)
+            draft.seal(path, {**index, "save_counter": number})
+            with draft.explained():
+                failpoint("save.take")
+                if _take(path, draft.name, number, next_number):
+                    failpoint("save.taken")
+                    disk.sync_directory(draft.directory)
+                    failpoint("save.saved")
+                    return path, number
+            number = next_number()
+
+
+class _Draft:
+    """A file that is being written under a random name in the directory of its path. Its writer holds a lock on it.
+    The system releases the lock when the process dies, so others can tell that the file is abandoned."""
+
+    def __init__(self, path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
+        self.directory = os.path.dirname(path) or "."
+        self._path = path
+        # Wide dtypes first, so that each array is aligned.
+        self._arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
+        self._checksums = dict.fromkeys(self._arrays, NO_CHECKSUM)
+        self._places: dict[str, dict[str, Any]] = {}
+        end = 0
+        for key, array in self._arrays.items():
+            begin, end = end, end + math.prod(array.shape) * array.dtype.itemsize
+            self._places[key] = place_in_header(array.dtype, array.shape, begin, end)
+        # The checksums are known only after the arrays are written, so the header is written last, and has room to
+        # grow.
+        self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
+        if self._header_nbytes > LONGEST_HEADER:
+            raise CheckpointError(
+                f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, but a header "
+                f"has at most {LONGEST_HEADER} bytes; save the objects in several checkpoints"
+            )
+        #: The bytes of the arrays.
+        self.content_nbytes = end
+        self._nbytes = 8 + self._header_nbytes + end
+        with self.explained():
+            disk.make_directory(self.directory)
+            _remove_abandoned(self.directory)
+            self.name, self._file, self._mode = _open_draft(path)
+
+    def write_arrays(self, advance: Callable[[int], None]) -> None:
+        """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
+        offset = 8 + self._header_nbytes
+        for key, source in self._arrays.items():
+            array = np.ascontiguousarray(source.read(), source.dtype.newbyteorder("<")).reshape(source.shape)
+            data = array.reshape(-1).view(np.uint8)
+            self._checksums[key] = checksum(data)
+            with self.explained():
+                offset = disk.write_at(self._file, data.data, offset, advance)
+
+    def seal(self, path: str, index: Mapping[str, Any]) -> None:
+        """Write the header for a file with the final name ``path``, and wait until everything is on the disk."""
+        text = sealed(self._header(path, index).ljust(self._header_nbytes))
+        with self.explained():
+            disk.write_at(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+            if disk.mode_of(self._file) != self._mode:
+                disk.set_mode(self._file, self._mode)
+            failpoint("save.sync")
+            disk.sync(self._file)
+
+    def close(self) -> None:
+        """Remove the file under its random name, if it still exists."""
+        with contextlib.suppress(OSError):  # the next save in this directory removes it
+            disk.remove(self.name)
+        disk.close(self._file)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise an OSError of the file system with the path, the bytes needed and free, and the remedy."""
+        try:
+            yield
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
+            need = f"the checkpoint needs {self._nbytes} bytes{in_units(self._nbytes)}"
+            free = disk.free_nbytes(self.directory)
+            raise CheckpointSaveError(
+                error.errno,
+                f"{error.strerror}; {need}, {disk.room(free)}; {remedy}",
+                self._path,
+                needed_nbytes=self._nbytes,
+                free_nbytes=free,
+            ) from error
+
+    def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
+        complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
+        own = {"name": os.path.basename(path), "complex": complex_, "checksums": self._checksums}
+        return header_of_format_2({**own, **index}, self._places)
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or save to another file system"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "save to a directory that this user may write to"),
+    errno.EIO: "check the disk, and save to another one",
+}
+
+
+@contextlib.contextmanager
+def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
+    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C."""
+    draft = _Draft(path, arrays, index)
+    try:
+        failpoint("save.draft")
+        with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
+            draft.write_arrays(advance)
+        yield draft
+    finally:
+        draft.close()
+
+
+def _open_draft(path: str) -> tuple[str, int, int]:
+    """A new locked file in the directory of ``path``: its name, its descriptor, and its final mode, which follows from
+    the umask as for every file. Until then only this user can open it."""
+    while True:
+        name = f"{path}.{secrets.token_hex(8)}.draft"
+        file = disk.create(name)
+        mode = disk.mode_of(file)
+        with contextlib.suppress(OSError):  # a file system without modes
+            disk.set_mode(file, 0o600)
+        if _lock(file):
+            return name, file, mode
+        disk.close(file)
+
+
+def _lock(file: int) -> bool:
+    """Lock a new draft. False if another process has taken it for abandoned meanwhile."""
+    is_locked = disk.lock(file)
+    # On a file system without locks, no process removes drafts.
+    return is_locked is None or (is_locked and not disk.is_removed(file))
+
+
+def _remove_abandoned(directory: str) -> None:
+    """Remove the drafts of processes that have died."""
+    for name in disk.names(directory):
+        if _DRAFT.fullmatch(name):
+            path = os.path.join(directory, name)
+            with contextlib.suppress(OSError):  # its writer has finished it, or it belongs to another user
+                file = disk.open_to_remove(path)
+                try:
+                    if disk.lock(file) and disk.size_of(file) is not None:
+                        disk.remove(path)
+                        _log.info("removed %s, left behind by a process that was killed", path)
+                finally:
+                    disk.close(file)
+
+
+def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) -> bool:
+    """Give the file ``draft`` the name ``path``. False if the name is taken, or was: others may have saved and deleted
+    a file with that name since its number was found, and then this would not be the newest one."""
+    try:
+        has_links = disk.link(draft, path)
+        if not has_links:  # an empty file takes the name first; it stays behind if the process is killed right here
+            disk.create_empty(path)
+    except FileExistsError:
+        return False
+    is_ours = False
+    try:
+        if next_number() <= number + 1:
+            if not has_links:
+                disk.replace(draft, path)
+            is_ours = True
+    finally:
+        if not is_ours:
+            with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
+                disk.remove(path)
+    return is_ours
