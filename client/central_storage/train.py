@@ -467,17 +467,21 @@ class CheckpointManager(Closed):
         return None
 
     def _delete_beyond(self, count: int | None, but: str = "") -> None:
-        """Delete the oldest until ``count`` that are whole are left, ``but`` aside."""
-        found = [path for path in self.checkpoints if path != but]
-        whole = [path for path in found if path not in self._skipped]
-        if count is None or len(whole) <= count:
-            return
-        last = whole[len(whole) - count - 1]
-        for path in found[: found.index(last) + 1]:
-            with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
-                if path in self._skipped or not self._keeps(path):
-                    failpoint("save.delete")
-                    disk.remove(path)
+        """Delete the oldest until ``count`` that are whole are left, ``but`` aside. A disk that refuses is no error: the
+        new checkpoint is saved, and the next save tries again."""
+        try:
+            found = [path for path in self.checkpoints if path != but]
+            whole = [path for path in found if path not in self._skipped]
+            if count is None or len(whole) <= count:
+                return
+            last = whole[len(whole) - count - 1]
+            for path in found[: found.index(last) + 1]:
+                with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
+                    if path in self._skipped or not self._keeps(path):
+                        failpoint("save.delete")
+                        disk.remove(path)
+        except OSError as error:
+            _log.warning("older checkpoints in %s were not deleted: %s", self._directory, error)
 
     def _keeps(self, path: str) -> bool:
         """Whether a checkpoint that is to be deleted is kept for good; if so, it is marked."""

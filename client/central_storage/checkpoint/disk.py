@@ -76,8 +76,9 @@ def open_to_remove(path: str) -> int:
 
 
 def close(file: int) -> None:
-    """Close a file. Errors of writing are those of :func:`sync`."""
-    os.close(file)
+    """Close a file. What has not reached the disk is told by :func:`sync`, so an error here says nothing more."""
+    with contextlib.suppress(OSError):
+        os.close(file)
 
 
 def lock(file: int) -> bool | None:
@@ -186,7 +187,7 @@ def sync_directory(directory: str) -> None:
     try:
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 # --- what messages say --------------------------------------------------------------------------------------------

@@ -242,7 +242,8 @@ def save_next(
     objects: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """As :func:`save`, but to the path of the next free number: see :func:`writing.add`. Returns the path and its number, which is the ``save_counter`` of the index."""
+    """As :func:`save`, but to the path of the next free number: see :func:`writing.add`. Returns the path and its
+    number, which is the ``save_counter`` of the index."""
     with _all_of(objects, more) as (entries, index):
         return add(path_of, next_number, entries, index)
 

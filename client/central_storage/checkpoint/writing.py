@@ -74,7 +74,9 @@ def add(
 
     Returns the path and its number.
     """
-    number = next_number()
+    directory = os.path.dirname(path_of(0)) or "."
+    with _explained(directory, directory, sum(map(_nbytes, arrays.values()))):
+        number = next_number()
     with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
         while True:
             path = path_of(number)
@@ -86,7 +88,7 @@ def add(
                     disk.sync_directory(draft.directory)
                     failpoint("save.saved")
                     return path, number
-            number = next_number()
+                number = next_number()
 
 
 class _Draft:
@@ -102,7 +104,7 @@ class _Draft:
         self._places: dict[str, dict[str, Any]] = {}
         end = 0
         for key, array in self._arrays.items():
-            begin, end = end, end + math.prod(array.shape) * array.dtype.itemsize
+            begin, end = end, end + _nbytes(array)
             self._places[key] = place_in_header(array.dtype, array.shape, begin, end)
         # The checksums are known only after the arrays are written, so the header is written last, and has room to
         # grow.
@@ -146,22 +148,9 @@ class _Draft:
             disk.remove(self.name)
         disk.close(self._file)
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise an OSError of the file system with the path, the bytes needed and free, and the remedy."""
-        try:
-            yield
-        except OSError as error:
-            remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
-            need = f"the checkpoint needs {self._nbytes} bytes{in_units(self._nbytes)}"
-            free = disk.free_nbytes(self.directory)
-            raise CheckpointSaveError(
-                error.errno,
-                f"{error.strerror}; {need}, {disk.room(free)}; {remedy}",
-                self._path,
-                needed_nbytes=self._nbytes,
-                free_nbytes=free,
-            ) from error
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """As :func:`_explained`, for this file."""
+        return _explained(self._path, self.directory, self._nbytes)
 
     def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
         complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
@@ -174,6 +163,24 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "save to a directory that this user may write to"),
     errno.EIO: "check the disk, and save to another one",
 }
+
+
+@contextlib.contextmanager
+def _explained(path: str, directory: str, needed: int) -> Iterator[None]:
+    """Raise an OSError of the file system as a CheckpointSaveError with the path, the bytes needed and free, and the
+    remedy."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
+        free = disk.free_nbytes(directory)
+        need = f"the checkpoint needs {needed} bytes{in_units(needed)}"
+        text = f"{error.strerror}; {need}, {disk.room(free)}; {remedy}"
+        raise CheckpointSaveError(error.errno, text, path, needed_nbytes=needed, free_nbytes=free) from error
+
+
+def _nbytes(array: Readable) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -195,11 +202,17 @@ def _open_draft(path: str) -> tuple[str, int, int]:
     while True:
         name = f"{path}.{secrets.token_hex(8)}.draft"
         file = disk.create(name)
-        mode = disk.mode_of(file)
-        with contextlib.suppress(OSError):  # a file system without modes
-            disk.set_mode(file, 0o600)
-        if _lock(file):
-            return name, file, mode
+        try:
+            mode = disk.mode_of(file)
+            with contextlib.suppress(OSError):  # a file system without modes
+                disk.set_mode(file, 0o600)
+            if _lock(file):
+                return name, file, mode
+        except BaseException:
+            with contextlib.suppress(OSError):
+                disk.remove(name)
+            disk.close(file)
+            raise
         disk.close(file)
 
 

@@ -356,6 +356,40 @@ def test_a_file_of_format_1_still_loads() -> None:
     assert (float(a), float(b), float(shadow), checkpoint.save_counter) == (3.5, 3.5, 3.5, 7)
 
 
+# --- a file of every format ---------------------------------------------------------------------------------------
+
+
+def test_there_is_a_file_of_every_format() -> None:
+    """Made by the version that wrote the format first, and kept for ever."""
+    kept = {path.name: sorted(path.glob("*.safetensors")) for path in FORMAT_1.parent.glob("format-*")}
+    assert kept.keys() == {f"format-{number}" for number in range(1, file_format.FORMAT + 1)}
+    for name, paths in kept.items():
+        assert paths
+        for path in paths:
+            with file_format.reading(str(path)) as stored:
+                assert name == f"format-{stored.index['format']}"
+                stored.verify()
+
+
+def test_a_file_of_format_2_still_loads() -> None:
+    path = FORMAT_1.parent / "format-2" / "ckpt-7.safetensors"
+    expected = (np.arange(6).reshape(2, 3) * 3 + 1).astype
+    names = ["bool", "complex64", "complex128"]
+    names += [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+    names += [f"float{bits}" for bits in (16, 32, 64)]
+    objects = {name: Variable(np.zeros((2, 3), name)) for name in names}
+    a, b, average = Variable(0.0), Variable(1.0), ExponentialMovingAverage(0.5)
+    deep = {"b": b, "again": a}
+    checkpoint = Checkpoint(dtypes=objects, a=a, deep=deep, average=average, empty=Variable(np.zeros((0, 4))))
+    checkpoint.restore(path).assert_consumed()
+    for name, variable in objects.items():
+        assert variable.numpy().tobytes() == expected(name).tobytes(), name
+    assert b.numpy().tobytes() == np.float32(-0.0).tobytes()
+    shadow = average.average(a)
+    assert shadow is not None
+    assert (float(a), float(shadow), checkpoint.save_counter) == (3.5, 3.5, 7)
+
+
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
