@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from cs_runtime.failpoints import failpoint
 from .checkpoint import disk
 from .checkpoint.failures import Failures, Policy
 from .checkpoint.file_format import SUFFIX
-from .checkpoint.graph import Status, Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
+from .checkpoint.graph import Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
+from .checkpoint.status import Status
 from .core.public_objects import Closed
 from .core.tensors.tensor import as_tensor
 from .diagnostics.tensorflow_names import attributes
@@ -190,11 +191,12 @@ class Checkpoint(Walked):
         save(path, self._objects(), {})
         return path
 
-    def read(self, save_path: str | os.PathLike[str]) -> Status:
+    def read(self, save_path: str | os.PathLike[str], *, renamed: Mapping[str, str] | None = None) -> Status:
         """Set the objects to the content of a file, as :meth:`restore` does, and leave ``save_counter`` as it is.
 
         Args:
             save_path: A path that :meth:`write` or :meth:`save` returned.
+            renamed: As for :meth:`restore`.
 
         Raises:
             CheckpointError: As for :meth:`restore` (a ValueError).
@@ -213,9 +215,9 @@ class Checkpoint(Walked):
             >>> float(w.numpy())
             1.0
         """
-        return restore(find_file(save_path), self._objects(), strict=False)[0]
+        return restore(find_file(save_path), self._objects(), strict=False, renamed=renamed)[0]
 
-    def restore(self, save_path: str | os.PathLike[str] | None) -> Status:
+    def restore(self, save_path: str | os.PathLike[str] | None, *, renamed: Mapping[str, str] | None = None) -> Status:
         """Set the objects to the content of the file ``save_path``.
 
         Call a method of the result to say whether differences are an error: ``assert_consumed()``,
@@ -229,16 +231,30 @@ class Checkpoint(Walked):
 
         Args:
             save_path: A path that :meth:`save` returned; None does nothing.
+            renamed: Names that objects have here, each with its name in the file: ``{"model/body": "encoder"}``. What
+                lies below a name is renamed, too, and so are the slots and averages of its variables. The file stays.
 
         Raises:
-            CheckpointError: There is no checkpoint, an array has another shape or dtype, a shuffle has another seed, or
-                ``run_steps`` takes elements from an iterator (a ValueError).
+            CheckpointError: There is no checkpoint, an array has another shape or dtype, a shuffle has another seed,
+                ``run_steps`` takes elements from an iterator, or a name of ``renamed`` is not in the file (a
+                ValueError).
             CheckpointDamagedError: The file is damaged, incomplete or renamed.
             ContextError: Called in a replica (a RuntimeError).
+
+        Examples:
+            >>> import tempfile
+            >>> import central_storage as cs
+            >>> body = cs.Variable(1.0)
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     saved = cs.train.Checkpoint(encoder=cs.Variable(5.0), head=cs.Variable(2.0))
+            ...     path = saved.save(f"{directory}/ckpt")
+            ...     status = cs.train.Checkpoint(body=body).restore(path, renamed={"body": "encoder"})
+            >>> status.assert_existing_objects_matched().unused, float(body.numpy())
+            (('head',), 5.0)
         """
         if save_path is None:
             return Status(None, (), ())
-        status, index = restore(find_file(save_path), self._objects(), strict=False)
+        status, index = restore(find_file(save_path), self._objects(), strict=False, renamed=renamed)
         self._count = index.get("save_counter", 0)
         return status
 
@@ -467,8 +483,8 @@ class CheckpointManager(Closed):
         return None
 
     def _delete_beyond(self, count: int | None, but: str = "") -> None:
-        """Delete the oldest until ``count`` that are whole are left, ``but`` aside. A disk that refuses is no error: the
-        new checkpoint is saved, and the next save tries again."""
+        """Delete the oldest until ``count`` that are whole are left, ``but`` aside. A disk that refuses is no error:
+        the new checkpoint is saved, and the next save tries again."""
         try:
             found = [path for path in self.checkpoints if path != but]
             whole = [path for path in found if path not in self._skipped]

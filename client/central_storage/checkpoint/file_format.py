@@ -123,9 +123,9 @@ def checksum(data: Any) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _require_checksum(path: str, what: str, data: Any, expected: str) -> None:
-    """Raise CheckpointDamagedError if the checksum of ``data`` is not ``expected``."""
-    if (found := checksum(data)) != expected:
+def _require_checksum(path: str, what: str, found: str, expected: str) -> None:
+    """Raise CheckpointDamagedError if the checksum that was found is not the expected one."""
+    if found != expected:
         raise _damaged(path, f"the checksum of {what} is {found}, but was {expected} when it was saved")
 
 
@@ -170,6 +170,8 @@ class Stored:
         self._file = file
         self._places = places
         self._advance = advance
+        #: The checksums of the pieces of each array that has several, once it has been checked.
+        self._of_pieces: dict[str, list[str]] = {}
         self.index = index
         self.keys: frozenset[str] = frozenset(places)
 
@@ -180,25 +182,74 @@ class Stored:
             return None
         return f"{key} is {place.dtype}{list(place.shape)} in the checkpoint, but {dtype}{list(shape)} here"
 
+    def facts(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """The dtype, the shape and the bytes of each array, in the order of the file."""
+        return {key: (place.dtype, place.shape, place.nbytes) for key, place in self._places.items()}
+
+    def renamed(self, names: Mapping[str, str]) -> Stored:
+        """The same open file, whose arrays and further names have other names."""
+        index = dict(self.index)
+        index["also"] = {names[way]: names[key] for way, key in index["also"].items()}
+        if "checksums" in index:
+            index["checksums"] = {names[key]: value for key, value in index["checksums"].items()}
+        places = {names[key]: place for key, place in self._places.items()}
+        return Stored(self._path, self._file, index, places, self._advance)
+
     def verify(self) -> None:
-        """Read and check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
+        """Check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
         for key in self._places:
-            self._bytes(key)
+            self.check(key)
+
+    def check(self, key: str) -> None:
+        """Read and check the array ``key``, with memory for a piece of it. Raises as :meth:`verify`."""
+        found, pieces = 0, []
+        for _, data in self._pieces(key):
+            found = zlib.crc32(data, found)
+            pieces.append(checksum(data))
+        self._require(key, f"{found:08x}")
+        self._of_pieces[key] = pieces
 
     def array(self, key: str) -> np.ndarray:
         """The array ``key``. The returned bytes themselves have been checked. Raises as :meth:`verify`."""
         place = self._places[key]
-        stored = np.dtype(place.dtype).newbyteorder("<")
-        return self._bytes(key).view(stored).reshape(place.shape).astype(place.dtype, copy=False)
-
-    def _bytes(self, key: str) -> np.ndarray:
-        place = self._places[key]
         data = np.empty(place.nbytes, np.uint8)
         _read_at(self._path, self._file, data.data, place.offset)
         self._advance(place.nbytes)
+        self._require(key, checksum(data))
+        return self._native(place, data, place.shape)
+
+    def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The array ``key`` in pieces of whole rows: the number of the first row, and the rows, which are valid until
+        the next piece. The bytes of each piece have been checked. Raises as :meth:`verify`."""
+        if key not in self._of_pieces:
+            self.check(key)
+        place = self._places[key]
+        for (first, data), expected in zip(self._pieces(key), self._of_pieces[key], strict=True):
+            if (found := checksum(data)) != expected:
+                raise _damaged(self._path, f"the checksum of {key} from row {first} is {found}, but was {expected}")
+            yield first, self._native(place, data, (-1, *place.shape[1:]))
+
+    def _pieces(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The bytes of an array in pieces of whole rows, with the number of the first row. One buffer serves all."""
+        place = self._places[key]
+        row = place.nbytes // place.shape[0] if place.shape and place.nbytes else place.nbytes
+        step = max(row, disk.PART // row * row) if row else 1
+        buffer = np.empty(min(step, place.nbytes), np.uint8)
+        for begin in range(0, place.nbytes, step):
+            data = buffer[: min(step, place.nbytes - begin)]
+            _read_at(self._path, self._file, data.data, place.offset + begin)
+            self._advance(data.nbytes)
+            yield begin // row, data
+
+    @staticmethod
+    def _native(place: _Place, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        stored = np.dtype(place.dtype).newbyteorder("<")
+        return data.view(stored).reshape(shape).astype(place.dtype, copy=False)
+
+    def _require(self, key: str, found: str) -> None:
+        """Raise CheckpointDamagedError if the checksum of an array is not that of the index."""
         if "checksums" in self.index:
-            _require_checksum(self._path, key, data, self.index["checksums"][key])
-        return data
+            _require_checksum(self._path, key, found, self.index["checksums"][key])
 
 
 @contextlib.contextmanager
@@ -260,8 +311,8 @@ def _header_of(path: str, file: int, size: int) -> bytes:
     header = bytearray(nbytes)
     _read_at(path, file, memoryview(header), 8)
     if header.startswith(_START):
-        checksum, rest = _take_out_checksum(bytes(header))
-        _require_checksum(path, "its header", rest, checksum)
+        expected, rest = _take_out_checksum(bytes(header))
+        _require_checksum(path, "its header", checksum(rest), expected)
     return bytes(header)
 
 

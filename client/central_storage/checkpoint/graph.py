@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from central_storage.core.composites import Composite
 from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
 from central_storage.core.handles import Handle
 from central_storage.core.public_objects import Closed
+from central_storage.core.values import IndexedSlices
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from central_storage.data.libraries import packed_state, unpacked_state
@@ -43,12 +46,14 @@ from cs_proto.errors import (
 )
 from cs_proto.frozen import frozen
 
-from .file_format import SUFFIX, reading
+from . import disk
+from .file_format import SUFFIX, Stored, reading
+from .renaming import with_names
+from .status import Status, difference
 from .writing import add, replace
 
 __all__ = [
     "SUFFIX",
-    "Status",
     "Walked",
     "find_file",
     "has_parts",
@@ -73,70 +78,6 @@ class Walked(Closed):
     """Base of this project's objects whose attributes are saved: a Checkpoint in a Checkpoint."""
 
 
-class Status(Closed):
-    """The result of a restore. Objects and checkpoint may differ; call a method to say what you expect.
-
-    ``matched`` is the number of values that were restored. ``missing`` names the values that objects need and the
-    checkpoint lacks, ``unused`` the values that the checkpoint holds and no object uses. If no method is called,
-    differences are logged when this object is deleted.
-    """
-
-    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str], matched: int = 0) -> None:
-        self.path = path
-        self.matched = matched
-        self.missing = tuple(sorted(missing))
-        self.unused = tuple(sorted(unused))
-        self._expected = False
-
-    def assert_consumed(self) -> Self:
-        """Raise CheckpointMismatchError (an AssertionError) unless objects and checkpoint hold the same values."""
-        self.assert_existing_objects_matched()
-        if self.unused:
-            raise CheckpointMismatchError(
-                f"{self.path} holds values that no object uses: {_listed(self.unused)}; give the Checkpoint the "
-                "objects that were saved, make their variables first, or call expect_partial()"
-            )
-        return self
-
-    def assert_existing_objects_matched(self) -> Self:
-        """Raise CheckpointMismatchError (an AssertionError) if an object has a value that was not restored."""
-        self._expected = True
-        if self.path is None:
-            raise CheckpointMismatchError("there was no checkpoint to restore")
-        if self.missing:
-            raise CheckpointMismatchError(
-                f"{self.path} does not hold {_listed(self.missing)}; give the Checkpoint the objects that were saved, "
-                "under their names, or call expect_partial()"
-            )
-        return self
-
-    def assert_nontrivial_match(self) -> Self:
-        """Raise CheckpointMismatchError (an AssertionError) if no value was restored. Accepts other differences."""
-        self._expected = True
-        if not self.matched:
-            raise CheckpointMismatchError(
-                f"{self.path} holds no value of the objects: {_difference(self.missing, self.unused)}; give the "
-                "Checkpoint the objects that were saved, under their names"
-                if self.path is not None
-                else "there was no checkpoint to restore"
-            )
-        return self
-
-    def expect_partial(self) -> Self:
-        """Accept differences."""
-        self._expected = True
-        return self
-
-    def __repr__(self) -> str:
-        if self.path is None:
-            return "<Status: there was no checkpoint>"
-        return f"<Status of {self.path}: {_difference(self.missing, self.unused) or 'nothing differs'}>"
-
-    def __del__(self) -> None:
-        if self.path is not None and not self._expected and (self.missing or self.unused):
-            _log.warning("%s: %s", self.path, _difference(self.missing, self.unused))
-
-
 @frozen
 class _Entry:
     """An array of an object: its dtype and shape, and how it is read and set."""
@@ -149,6 +90,10 @@ class _Entry:
     fault: Callable[[np.ndarray], str | None] | None = None
     #: Whether it may have another length in the checkpoint, or be missing there.
     varies: bool = False
+    #: As :attr:`writing.Readable.read_rows`.
+    read_rows: Callable[[int, int], Any] | None = None
+    #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
+    write_rows: Callable[[int, np.ndarray], object] | None = None
 
 
 @dataclass
@@ -202,6 +147,11 @@ class _Found:
         for number, strategy in enumerate(self.strategies()):
             found |= _of_strategy(strategy, f"{_STRATEGY}{number or ''}")
         return found
+
+    def prefixes(self) -> list[str]:
+        """What may stand before the name of a variable in a file: nothing, or the place of its slots and averages."""
+        slots = [f"{way}/{slot}/" for each, way in self.optimizers.items() for slot in (*each.slot_names, _STEPS)]
+        return ["", *slots, *(f"{way}/" for way in self.averages.values())]
 
     def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
         """The entries among ``keys`` that do not exist yet and are made by setting them: slots, averages and sums of
@@ -259,10 +209,13 @@ def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tup
         yield found.entries(), {"also": other_ways, **more}
 
 
-def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Status, Mapping[str, Any]]:
+def restore(
+    path: str, objects: Mapping[str, Any], *, strict: bool, renamed: Mapping[str, str] | None = None
+) -> tuple[Status, Mapping[str, Any]]:
     """Set the values of ``objects`` to those of ``path``. Returns the differences and the index.
 
-    Everything is checked before anything is set; with ``strict`` a difference is an error.
+    ``renamed`` gives objects that have another name in the file: see :func:`renaming.with_names`. Everything is checked
+    before anything is set; with ``strict`` a difference is an error.
 
     Raises CheckpointError (a ValueError) if the file does not exist, has a newer format, or has an array of another
     shape or dtype, CheckpointDamagedError if it is damaged or renamed, CheckpointMismatchError for differences, OSError
@@ -272,7 +225,8 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
     found = _find(objects)
     for strategy in found.strategies():
         require_cross_replica(strategy, "restoring a checkpoint")
-    with reading(path) as stored, _held(found.strategies()):
+    with reading(path) as opened, _held(found.strategies()):
+        stored = opened if not renamed else with_names(path, opened, renamed, found.prefixes())
         also = stored.index["also"]
         ways = {ways[0]: ways for ways in found.variables.values()}
         planned, missing = [], []
@@ -302,22 +256,29 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
-            raise CheckpointMismatchError(f"{path}: {_difference(missing, unused)}. Nothing was restored")
+            raise CheckpointMismatchError(f"{path}: {difference(missing, unused)}. Nothing was restored")
         stored.verify()
         for key, entry in planned:
             if entry.fault is not None and (why := entry.fault(stored.array(key))):
                 raise CheckpointError(f"{path} does not fit: {key}: {why}. Nothing was restored")
         for count, (key, entry) in enumerate(planned):
             try:
-                array = stored.array(key)
+                _set(entry, stored, key)
             except CheckpointDamagedError as error:
                 raise CheckpointDamagedError(
                     f"{path} changed while it was being read, after {count} of {len(planned)} arrays were set; restore "
                     "another checkpoint to set all of them"
                 ) from error
-            entry.write(array)
     matched = sum(not key.startswith(_STRATEGY) for key, _ in planned)
     return Status(path, missing, unused, matched), stored.index
+
+
+def _set(entry: _Entry, stored: Stored, key: str) -> None:
+    if entry.write_rows is None:
+        entry.write(stored.array(key))
+        return
+    for first, rows in stored.rows(key):
+        entry.write_rows(first, rows)
 
 
 # --- the content of objects ---------------------------------------------------------------------------------------
@@ -401,7 +362,17 @@ def _is_walked(value: Any) -> bool:
 
 
 def _of_variable(variable: Variable) -> _Entry:
-    return _Entry(variable.dtype, variable.shape, variable.current, variable.assign)
+    entry = _Entry(variable.dtype, variable.shape, variable.current, variable.assign)
+    if not variable.shape or math.prod(variable.shape) * variable.dtype.itemsize <= disk.PART:
+        return entry
+
+    def read_rows(begin: int, end: int) -> np.ndarray:
+        return variable.sparse_read(np.arange(begin, end))
+
+    def write_rows(first: int, rows: np.ndarray) -> None:
+        variable.scatter_update(IndexedSlices(rows, np.arange(first, first + len(rows))))
+
+    return replaced(entry, read_rows=read_rows, write_rows=write_rows)
 
 
 def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
@@ -570,13 +541,3 @@ def _refuse_in_replica(what: str) -> None:
         raise ContextError(
             f"a checkpoint can be {what} only in the script or in a merge function, not by every replica"
         )
-
-
-def _difference(missing: Iterable[str], unused: Iterable[str]) -> str:
-    parts = ((missing, "it does not hold"), (unused, "no object uses"))
-    return "; ".join(f"{says} {_listed(names)}" for names, says in parts if names)
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from cs_proto.sizes import in_units
 from cs_runtime.failpoints import failpoint
 
 from . import disk
-from .file_format import LONGEST_HEADER, NO_CHECKSUM, checksum, header_of_format_2, place_in_header, sealed
+from .file_format import LONGEST_HEADER, NO_CHECKSUM, header_of_format_2, place_in_header, sealed
 
 __all__ = ["Readable", "add", "replace"]
 
@@ -43,15 +44,18 @@ class Readable(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def read(self) -> Callable[[], Any]: ...
+    @property
+    def read_rows(self) -> Callable[[int, int], Any] | None:
+        """Returns the rows from one number to below another, so that a large array need not be in memory as a whole."""
 
 
 def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
     """Write ``arrays``, and ``index`` with the fields of every file, to ``path``, atomically. An existing file is
     replaced; if ``path`` is a symbolic link, the link is replaced, and its target stays.
 
-    Memory is needed for one array at a time. Raises CheckpointSaveError (an OSError) if the file system refuses, with
-    the path and the bytes that were needed and are free, and CheckpointError for more arrays than a file can have. An
-    existing file stays then.
+    Memory is needed for one array at a time, or for a piece of it if it has ``read_rows``. Raises CheckpointSaveError
+    (an OSError) if the file system refuses, with the path and the bytes that were needed and are free, and
+    CheckpointError for more arrays than a file can have. An existing file stays then.
     """
     with _drafted(path, arrays, index) as draft:
         draft.seal(path, index)
@@ -126,11 +130,13 @@ class _Draft:
         """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
         offset = 8 + self._header_nbytes
         for key, source in self._arrays.items():
-            array = np.ascontiguousarray(source.read(), source.dtype.newbyteorder("<")).reshape(source.shape)
-            data = array.reshape(-1).view(np.uint8)
-            self._checksums[key] = checksum(data)
-            with self.explained():
-                offset = disk.write_at(self._file, data.data, offset, advance)
+            found = 0
+            for values in _in_pieces(source):
+                data = np.ascontiguousarray(values, source.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+                found = zlib.crc32(data, found)
+                with self.explained():
+                    offset = disk.write_at(self._file, data.data, offset, advance)
+            self._checksums[key] = f"{found:08x}"
 
     def seal(self, path: str, index: Mapping[str, Any]) -> None:
         """Write the header for a file with the final name ``path``, and wait until everything is on the disk."""
@@ -177,6 +183,17 @@ def _explained(path: str, directory: str, needed: int) -> Iterator[None]:
         need = f"the checkpoint needs {needed} bytes{in_units(needed)}"
         text = f"{error.strerror}; {need}, {disk.room(free)}; {remedy}"
         raise CheckpointSaveError(error.errno, text, path, needed_nbytes=needed, free_nbytes=free) from error
+
+
+def _in_pieces(source: Readable) -> Iterator[Any]:
+    """The values of an array: as a whole, or in pieces of whole rows if it is large."""
+    if source.read_rows is None or _nbytes(source) <= disk.PART:
+        yield source.read()
+        return
+    count = source.shape[0]
+    step = max(1, disk.PART * count // _nbytes(source))
+    for begin in range(0, count, step):
+        yield source.read_rows(begin, min(begin + step, count))
 
 
 def _nbytes(array: Readable) -> int:

@@ -51,6 +51,7 @@ COMMANDS = {
     "stop": "stop",
     "doctor": "doctor",
     "estimate": "estimate",
+    "checkpoint": "checkpoint",
     "completion": "completion",
 }
 
@@ -70,9 +71,9 @@ fields the guide "cs-ctl" lists.
 exit codes:
   0    good
   1    the command found what it was asked to find: a service that is not well, a machine with something bad, a plan
-       that does not fit
+       that does not fit, a damaged checkpoint
   2    invalid options
-  3    no such service
+  3    no such service, or no such checkpoint
   4    the service does not answer in time, or not as this version expects
   5    the script of estimate failed before its first step
   6    the operating system refuses something: the output cannot be written to a full disk

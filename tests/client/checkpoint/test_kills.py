@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.harness.processes import run
 
 from cs_runtime.failpoints import FAILPOINTS
-from tests.harness.processes import run
 
 KILLS = """
 import json

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage.checkpoint.graph import Status
+from central_storage.checkpoint.status import Status
 from central_storage.core.public_objects import Closed, settable
 
 MODULES = ("", ".aio", ".data", ".metrics", ".nest", ".nn", ".optimizers", ".optimizers.schedules", ".train")
