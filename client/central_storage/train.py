@@ -18,14 +18,32 @@ from cs_runtime.failpoints import failpoint
 from .checkpoint import disk
 from .checkpoint.failures import Failures, Policy
 from .checkpoint.file_format import SUFFIX
-from .checkpoint.graph import Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
+from .checkpoint.graph import (
+    Walked,
+    find_file,
+    find_unnumbered,
+    has_parts,
+    parts,
+    require_trackable,
+    restore,
+    save,
+    save_next,
+)
+from .checkpoint.interchange import export_checkpoint, import_checkpoint
 from .checkpoint.status import Status
 from .core.public_objects import Closed
 from .core.tensors.tensor import as_tensor
 from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 
-__all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage", "latest_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "ExponentialMovingAverage",
+    "export_checkpoint",
+    "import_checkpoint",
+    "latest_checkpoint",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = attributes(__name__, "tf.train")
@@ -182,12 +200,7 @@ class Checkpoint(Walked):
             ...     checkpoint.read(checkpoint.write(f"{directory}/best")).matched
             1
         """
-        path = find_file(file_prefix)
-        if re.search(rf"-\d+{re.escape(SUFFIX)}$", path):
-            raise InvalidArgumentError(
-                f"{path} is the name of a numbered checkpoint; choose a name that does not end in a number, or use "
-                "save(), which adds the number"
-            )
+        path = find_unnumbered(file_prefix)
         save(path, self._objects(), {})
         return path
 

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from cs_proto.sizes import in_units
 from cs_runtime.failpoints import failpoint
@@ -31,6 +32,7 @@ __all__ = [
     "mode_of",
     "names",
     "newest_in",
+    "open_stream",
     "open_to_read",
     "open_to_remove",
     "read_at",
@@ -68,6 +70,11 @@ def create_empty(path: str) -> None:
 def open_to_read(path: str) -> int:
     """Open a file for reading. Without O_NONBLOCK, a pipe would wait for its writer."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def open_stream(path: str) -> BinaryIO:
+    """Open a file for a library that reads from a file object."""
+    return open(path, "rb")
 
 
 def open_to_remove(path: str) -> int:

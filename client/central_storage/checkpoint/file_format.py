@@ -30,18 +30,23 @@ from .disk import SUFFIX
 __all__ = [
     "FORMAT",
     "LONGEST_HEADER",
+    "METADATA",
     "NO_CHECKSUM",
     "SUFFIX",
     "Stored",
     "checksum",
     "header_of_format_2",
     "place_in_header",
+    "plain_header",
     "reading",
+    "reading_plain",
     "sealed",
 ]
 
 # Goes up when a file changes in a way that an older reader cannot read. Format 1 has neither checksums nor a name.
 FORMAT = 2
+#: The name in the header that is no array.
+METADATA = "__metadata__"
 _INDEX = "central_storage"
 _CHECKSUM = "central_storage_crc32"
 #: How the header of a file of format 2 begins. The eight digits of its checksum come next.
@@ -96,6 +101,17 @@ _FIELDS: Mapping[str, _Field] = {
 # --- the header ---------------------------------------------------------------------------------------------------
 
 
+def plain_header(arrays: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes:
+    """The header, with its length, of a safetensors file with arrays of these dtypes and shapes, in this order."""
+    places, end = {}, 0
+    for key, (dtype, shape) in arrays.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        places[key] = place_in_header(dtype, shape, begin, end)
+    text = json.dumps(places).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def place_in_header(dtype: np.dtype[Any], shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
     """What the header says of an array that takes the bytes from ``begin`` to ``end``."""
     name = dtype_name(dtype)
@@ -106,7 +122,7 @@ def place_in_header(dtype: np.dtype[Any], shape: Sequence[int], begin: int, end:
 def header_of_format_2(index: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]]) -> bytes:
     """The header of a file, with room for its checksum, which :func:`sealed` sets."""
     metadata = {_CHECKSUM: NO_CHECKSUM, _INDEX: json.dumps({"format": FORMAT, **index})}
-    return json.dumps({"__metadata__": metadata, **places}).encode()
+    return json.dumps({METADATA: metadata, **places}).encode()
 
 
 def sealed(header: bytes) -> bytes:
@@ -186,6 +202,11 @@ class Stored:
         """The dtype, the shape and the bytes of each array, in the order of the file."""
         return {key: (place.dtype, place.shape, place.nbytes) for key, place in self._places.items()}
 
+    def pieces(self, key: str) -> Iterator[memoryview]:
+        """The bytes of the array ``key``, little-endian, in pieces of whole rows; each is valid until the next one."""
+        for _, data in self._pieces(key):
+            yield data.data
+
     def renamed(self, names: Mapping[str, str]) -> Stored:
         """The same open file, whose arrays and further names have other names."""
         index = dict(self.index)
@@ -204,7 +225,7 @@ class Stored:
         """Read and check the array ``key``, with memory for a piece of it. Raises as :meth:`verify`."""
         found, pieces = 0, []
         for _, data in self._pieces(key):
-            found = zlib.crc32(data, found)
+            found = zlib.crc32(data.data, found)
             pieces.append(checksum(data))
         self._require(key, f"{found:08x}")
         self._of_pieces[key] = pieces
@@ -274,6 +295,22 @@ def reading(path: str) -> Iterator[Stored]:
         disk.close(file)
 
 
+@contextlib.contextmanager
+def reading_plain(path: str) -> Iterator[Stored]:
+    """As :func:`reading`, for a safetensors file of any program: its index is empty, and it has no checksums."""
+    file = _open(path)
+    try:
+        size = disk.size_of(file)
+        if size is None:
+            raise _damaged(path, "it is not a regular file")
+        header = _header_of(path, file, size)
+        entries = _object(path, "its header", header)
+        entries.pop(METADATA, None)
+        yield Stored(path, file, {"also": {}}, _places(path, entries, {}, 8 + len(header), size), lambda count: None)
+    finally:
+        disk.close(file)
+
+
 def _open(path: str) -> int:
     try:
         return disk.open_to_read(path)
@@ -319,7 +356,7 @@ def _header_of(path: str, file: int, size: int) -> bytes:
 def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, Any], dict[str, _Place]]:
     """The index, and the places of the arrays, which fill the file from ``begin`` to ``end``."""
     entries = _object(path, "its header", header)
-    metadata = entries.pop("__metadata__", None)
+    metadata = entries.pop(METADATA, None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_INDEX), str):
         raise _damaged(path, "it is a safetensors file, but not a checkpoint of central-storage")
     index = _object(path, "its index", metadata[_INDEX])
@@ -341,7 +378,16 @@ def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, A
             f"{path} was saved as {index['name']}, so it is another checkpoint; rename it to that, or to a name that "
             "does not end in a number"
         )
-    places = {key: _place(path, key, entry, index["complex"].get(key)) for key, entry in entries.items()}
+    places = _places(path, entries, index["complex"], begin, end)
+    _check_names(path, index, places)
+    return index, places
+
+
+def _places(
+    path: str, entries: Mapping[str, Any], complex_: Mapping[str, str], begin: int, end: int
+) -> dict[str, _Place]:
+    """The places of the arrays, which fill the file from ``begin`` to ``end``."""
+    places = {key: _place(path, key, entry, complex_.get(key)) for key, entry in entries.items()}
     at = 0
     for key, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if place.offset != at:
@@ -349,10 +395,7 @@ def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, A
         at += place.nbytes
     if at != end - begin:
         raise _damaged(path, f"its arrays take {at} bytes, but the file has {end - begin} for them")
-    _check_names(path, index, places)
-    return index, {
-        key: _Place(place.dtype, place.shape, begin + place.offset, place.nbytes) for key, place in places.items()
-    }
+    return {key: _Place(place.dtype, place.shape, begin + place.offset, place.nbytes) for key, place in places.items()}
 
 
 def _object(path: str, what: str, text: bytes | str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ __all__ = [
     "SUFFIX",
     "Walked",
     "find_file",
+    "find_unnumbered",
     "has_parts",
     "parts",
     "require_trackable",
@@ -525,6 +527,17 @@ def find_file(path: str | os.PathLike[str]) -> str:
     """The file for ``path``, which may lack the suffix."""
     text = os.fspath(path)
     return text if Path(text).suffix == SUFFIX else text + SUFFIX
+
+
+def find_unnumbered(path: str | os.PathLike[str]) -> str:
+    """As :func:`find_file`. Raises InvalidArgumentError for the name of a numbered checkpoint."""
+    found = find_file(path)
+    if re.search(rf"-\d+{re.escape(SUFFIX)}$", found):
+        raise InvalidArgumentError(
+            f"{found} is the name of a numbered checkpoint; choose a name that does not end in a number, or use "
+            "save(), which adds the number"
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from cs_proto.sizes import in_units
 from cs_runtime.failpoints import failpoint
 
 from . import disk
-from .file_format import LONGEST_HEADER, NO_CHECKSUM, header_of_format_2, place_in_header, sealed
+from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, header_of_format_2, place_in_header, sealed
 
-__all__ = ["Readable", "add", "replace"]
+__all__ = ["Readable", "add", "explained", "new_name", "replace"]
 
 _log = logging.getLogger("central_storage.checkpoint_files")
 
@@ -79,7 +79,7 @@ def add(
     Returns the path and its number.
     """
     directory = os.path.dirname(path_of(0)) or "."
-    with _explained(directory, directory, sum(map(_nbytes, arrays.values()))):
+    with explained(directory, directory, sum(map(_nbytes, arrays.values()))):
         number = next_number()
     with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
         while True:
@@ -100,6 +100,11 @@ class _Draft:
     The system releases the lock when the process dies, so others can tell that the file is abandoned."""
 
     def __init__(self, path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
+        if METADATA in arrays:
+            raise CheckpointError(
+                f"{path} cannot hold an object of the name {METADATA}, which has another meaning in the header of a "
+                "safetensors file; give the object another name"
+            )
         self.directory = os.path.dirname(path) or "."
         self._path = path
         # Wide dtypes first, so that each array is aligned.
@@ -133,7 +138,7 @@ class _Draft:
             found = 0
             for values in _in_pieces(source):
                 data = np.ascontiguousarray(values, source.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-                found = zlib.crc32(data, found)
+                found = zlib.crc32(data.data, found)
                 with self.explained():
                     offset = disk.write_at(self._file, data.data, offset, advance)
             self._checksums[key] = f"{found:08x}"
@@ -155,8 +160,8 @@ class _Draft:
         disk.close(self._file)
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
-        """As :func:`_explained`, for this file."""
-        return _explained(self._path, self.directory, self._nbytes)
+        """As :func:`explained`, for this file."""
+        return explained(self._path, self.directory, self._nbytes)
 
     def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
         complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
@@ -172,7 +177,7 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def _explained(path: str, directory: str, needed: int) -> Iterator[None]:
+def explained(path: str, directory: str, needed: int) -> Iterator[None]:
     """Raise an OSError of the file system as a CheckpointSaveError with the path, the bytes needed and free, and the
     remedy."""
     try:
@@ -213,11 +218,16 @@ def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]
         draft.close()
 
 
+def new_name(path: str) -> str:
+    """A name beside ``path`` that nobody can guess, for a file that is not complete yet."""
+    return f"{path}.{secrets.token_hex(8)}.draft"
+
+
 def _open_draft(path: str) -> tuple[str, int, int]:
     """A new locked file in the directory of ``path``: its name, its descriptor, and its final mode, which follows from
     the umask as for every file. Until then only this user can open it."""
     while True:
-        name = f"{path}.{secrets.token_hex(8)}.draft"
+        name = new_name(path)
         file = disk.create(name)
         try:
             mode = disk.mode_of(file)

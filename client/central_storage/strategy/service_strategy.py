@@ -39,7 +39,7 @@ from .base import StrategyBase
 from .run_steps import LocalSeries
 
 if TYPE_CHECKING:
-    from central_storage.checkpoint import graph
+    from central_storage.checkpoint.status import Status
 
 __all__ = ["CentralStorageStrategy", "DefaultStrategy", "running_strategies"]
 
@@ -358,7 +358,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         graph.save(path, self._everything(data), {})
         return path
 
-    def restore(self, directory: str | os.PathLike[str], *, data: Any = None) -> graph.Status:
+    def restore(self, directory: str | os.PathLike[str], *, data: Any = None) -> Status:
         """Set variables, optimizers, moving averages and ``data`` to what :meth:`save` wrote.
 
         Variables are matched by name, optimizers by the order in which they were made. Make all of them first, as the

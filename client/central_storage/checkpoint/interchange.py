@@ -1,0 +1,279 @@
+"""Checkpoints and other programs: arrays by name as plain safetensors, ``.npz`` or a state of torch, and back.
+
+No pickle is ever loaded: a ``.npz`` with objects is refused, and so is every ``.pt``, which is a pickle. torch writes
+one, and its own restricted reader (``weights_only=True``) loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
+from cs_proto.frozen import frozen
+
+from . import disk
+from .file_format import Stored, plain_header, reading, reading_plain
+from .graph import find_file, find_unnumbered
+from .writing import explained, new_name, replace
+
+__all__ = ["export_checkpoint", "import_checkpoint"]
+
+_STRATEGY = "(strategy"
+
+
+def export_checkpoint(save_path: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[str]:
+    """Write the arrays of a checkpoint to a file that other programs read.
+
+    The suffix of ``target`` says how: ``.safetensors`` (plain, as ``safetensors.numpy.load_file`` reads it), ``.npz``
+    (as ``numpy.load`` reads it) or ``.pt`` (a dict of tensors, as ``torch.load(..., weights_only=True)`` reads it;
+    needs torch).
+
+    The names are those of the checkpoint, such as ``model/layers/0/kernel`` and ``optimizer/m/model/…``. The counts of
+    runs and the seed are left out, because only a strategy has use for them. Complex numbers become two floats, on a
+    last axis of length 2, in ``.safetensors``.
+
+    Args:
+        save_path: The checkpoint.
+        target: The new file. An existing file is replaced, once the new one is complete.
+
+    Returns:
+        The names of the arrays.
+
+    Raises:
+        InvalidArgumentError: The suffix is none of the three, or a name cannot stand in an archive (a ValueError).
+        CheckpointError: There is no checkpoint (a ValueError).
+        CheckpointDamagedError: The checkpoint is damaged. Nothing was written.
+        CheckpointSaveError: The file system refuses (an OSError).
+        ModuleNotFoundError: ``target`` ends in ``.pt``, and torch is not installed.
+
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = cs.train.Checkpoint(w=cs.Variable([1.0, 2.0])).save(f"{directory}/ckpt")
+        ...     _ = cs.train.export_checkpoint(path, f"{directory}/w.npz")
+        ...     print(np.load(f"{directory}/w.npz")["w"])
+        [1. 2.]
+    """
+    path, wanted = os.fspath(save_path), os.fspath(target)
+    write = _WRITERS.get(os.path.splitext(wanted)[1])
+    if write is None:
+        raise InvalidArgumentError(f"{wanted} must end in {', '.join(_WRITERS)}, which says how it is written")
+    with reading(find_file(path)) as stored:
+        names = sorted(name for name in stored.keys if not name.startswith(_STRATEGY))
+        stored.verify()
+        needed = sum(stored.facts()[name][2] for name in names)
+        with _new_file(wanted, needed) as sink:
+            write(stored, names, sink)
+    return names
+
+
+def import_checkpoint(source: str | os.PathLike[str], save_path: str | os.PathLike[str]) -> list[str]:
+    """Make a checkpoint of a file of another program, for :meth:`Checkpoint.read`, whose ``renamed`` fits its names to
+    your objects.
+
+    Args:
+        source: A plain ``.safetensors`` or an ``.npz``. Of a ``.pt`` make a safetensors file first:
+            ``safetensors.torch.save_file(torch.load(path, weights_only=True), …)``.
+        save_path: The new checkpoint, which may lack the suffix. An existing file is replaced.
+
+    Returns:
+        The names of the arrays.
+
+    Raises:
+        InvalidArgumentError: ``source`` has another suffix, or ``save_path`` ends in a number (a ValueError).
+        CheckpointError: There is no such file, or an array has a dtype that NumPy lacks (a ValueError).
+        CheckpointDamagedError: The file is damaged, or holds objects that only pickle could load.
+        CheckpointSaveError: The file system refuses (an OSError).
+
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> w = cs.Variable(np.zeros(2))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     np.savez(f"{directory}/theirs.npz", **{"body.weight": np.ones(2)})
+        ...     _ = cs.train.import_checkpoint(f"{directory}/theirs.npz", f"{directory}/ours")
+        ...     _ = cs.train.Checkpoint(w=w).read(f"{directory}/ours", renamed={"w": "body.weight"})
+        >>> w.numpy().tolist()
+        [1.0, 1.0]
+    """
+    path, wanted = os.fspath(source), find_unnumbered(save_path)
+    suffix = os.path.splitext(path)[1]
+    if suffix == disk.SUFFIX:
+        with reading_plain(path) as stored:
+            return _save(wanted, {key: _of_stored(path, stored, key) for key in stored.keys})
+    if suffix != ".npz":
+        raise InvalidArgumentError(
+            f"{path} must end in {disk.SUFFIX} or .npz; of a file of torch make one: "
+            "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+        )
+    with _arrays_of_npz(path) as arrays:
+        return _save(wanted, arrays)
+
+
+@frozen
+class _Array:
+    """As :class:`central_storage.checkpoint.writing.Readable`."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    read_rows: Callable[[int, int], Any] | None = None
+
+
+def _save(path: str, arrays: Mapping[str, _Array]) -> list[str]:
+    replace(path, arrays, {"also": {}})
+    return sorted(arrays)
+
+
+def _of_stored(path: str, stored: Stored, key: str) -> _Array:
+    dtype, shape, _ = stored.facts()[key]
+    try:
+        return _Array(np.dtype(dtype), shape, lambda: stored.array(key))
+    except TypeError as error:
+        raise CheckpointError(
+            f"{path}: {key} has the dtype {dtype:.80}, which NumPy lacks; save it as float32 in the program that made "
+            "it"
+        ) from error
+
+
+@contextlib.contextmanager
+def _arrays_of_npz(path: str) -> Iterator[dict[str, _Array]]:
+    """The arrays of an archive, which are read one by one."""
+
+    def read(name: str) -> np.ndarray:
+        with _damage_named(path):
+            return np.asarray(archive[name])
+
+    with contextlib.ExitStack() as stack:
+        with _damage_named(path):
+            file = stack.enter_context(disk.open_stream(path))
+            if not zipfile.is_zipfile(file):
+                raise ValueError("it is no zip archive")
+            file.seek(0)
+            archive = stack.enter_context(np.load(file, allow_pickle=False))
+            found = {name: _of_member(archive, name, read) for name in archive.files}
+        yield found
+
+
+def _of_member(archive: Any, name: str, read: Callable[[str], np.ndarray]) -> _Array:
+    with archive.zip.open(f"{name}.npy") as member:
+        dtype, shape = _header_of_npy(member)
+        if dtype.hasobject:
+            raise ValueError(f"{name} holds Python objects, which only pickle could load")
+        if math.prod(shape) * dtype.itemsize > archive.zip.getinfo(f"{name}.npy").file_size:
+            raise ValueError(f"{name} is shorter than its header says")
+    return _Array(dtype.newbyteorder("="), shape, lambda: read(name))
+
+
+def _header_of_npy(member: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    version = np.lib.format.read_magic(member)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(member)
+    return dtype, shape
+
+
+@contextlib.contextmanager
+def _damage_named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no file {path}") from error
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        if isinstance(error, CheckpointError | InvalidArgumentError):
+            raise
+        raise CheckpointDamagedError(f"{path} is no .npz of arrays, or it is damaged: {error}") from error
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+class _Sink(io.RawIOBase):
+    """What libraries write to: a file of the file layer, from its beginning to its end."""
+
+    def __init__(self, file: int) -> None:
+        super().__init__()
+        self._file = file
+        self._end = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._end
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._end = disk.write_at(self._file, view, self._end)
+        return view.nbytes
+
+
+@contextlib.contextmanager
+def _new_file(path: str, needed: int) -> Iterator[_Sink]:
+    """A file that gets its name when it is complete, and is removed otherwise."""
+    directory, name = os.path.dirname(path) or ".", new_name(path)
+    with explained(path, directory, needed):
+        disk.make_directory(directory)
+        file = disk.create(name)
+        try:
+            yield _Sink(file)
+            disk.sync(file)
+            disk.replace(name, path)
+            disk.sync_directory(directory)
+        finally:
+            with contextlib.suppress(OSError):
+                disk.remove(name)
+            disk.close(file)
+
+
+def _write_safetensors(stored: Stored, names: Sequence[str], sink: _Sink) -> None:
+    facts = stored.facts()
+    arrays = {name: (np.dtype(facts[name][0]), facts[name][1]) for name in names}
+    names = sorted(names, key=lambda name: -arrays[name][0].itemsize)  # so that each array is aligned
+    sink.write(plain_header({name: arrays[name] for name in names}))
+    for name in names:
+        for data in stored.pieces(name):
+            sink.write(data)
+
+
+def _write_npz(stored: Stored, names: Sequence[str], sink: _Sink) -> None:
+    facts = stored.facts()
+    for name in names:
+        if os.path.isabs(name) or ".." in name.split("/") or not name.isprintable() or "\\" in name:
+            raise InvalidArgumentError(
+                f"{name!r:.200} cannot be a name in an archive, because programs that unpack it would write elsewhere; "
+                "export to .safetensors"
+            )
+    with zipfile.ZipFile(sink, "w", allowZip64=True) as archive:
+        for name in names:
+            dtype, shape, _ = facts[name]
+            descr = np.lib.format.dtype_to_descr(np.dtype(dtype).newbyteorder("<"))
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                header = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(member, header)
+                for data in stored.pieces(name):
+                    member.write(data)
+
+
+def _write_torch(stored: Stored, names: Sequence[str], sink: _Sink) -> None:
+    import torch  # only here, and only to write
+
+    torch.save({name: torch.from_numpy(stored.array(name)) for name in names}, sink)
+
+
+_WRITERS: Mapping[str, Callable[[Stored, Sequence[str], _Sink], None]] = {
+    disk.SUFFIX: _write_safetensors,
+    ".npz": _write_npz,
+    ".pt": _write_torch,
+}
