@@ -250,11 +250,8 @@ def restore(
         # First the entries that take memory, because there may be too little.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        wrong = [
-            fault
-            for key, entry in planned
-            if not entry.varies and (fault := stored.fault(key, entry.dtype, entry.shape))
-        ]
+        faults = (stored.fault(key, entry.dtype, entry.shape) for key, entry in planned if not entry.varies)
+        wrong = [fault for fault in faults if fault]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):

@@ -10,6 +10,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ from .writing import explained, new_name, replace
 
 __all__ = ["export_checkpoint", "import_checkpoint"]
 
-_STRATEGY = "(strategy"
+# The entries of a strategy, by which only a strategy continues.
+_STRATEGY = re.compile(r"\(strategy\)\d*/(seed|steps)")
 
 
 def export_checkpoint(save_path: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[str]:
@@ -70,7 +72,7 @@ def export_checkpoint(save_path: str | os.PathLike[str], target: str | os.PathLi
     if write is None:
         raise InvalidArgumentError(f"{wanted} must end in {', '.join(_WRITERS)}, which says how it is written")
     with reading(find_file(path)) as stored:
-        names = sorted(name for name in stored.keys if not name.startswith(_STRATEGY))
+        names = sorted(name for name in stored.keys if not _STRATEGY.fullmatch(name))
         stored.verify()
         needed = sum(stored.facts()[name][2] for name in names)
         with _new_file(wanted, needed) as sink:
