@@ -487,6 +487,20 @@ def test_a_start_that_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_a_name_of_every_network_is_refused(
+    keys: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = socket.getaddrinfo
+
+    def answered(host: str, *args: Any, flags: int = 0, **options: Any) -> Any:
+        is_looked_up = host == "all" and not flags & socket.AI_NUMERICHOST
+        return asked("0.0.0.0" if is_looked_up else host, *args, flags=flags, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answered)
+    assert cli.main(["--listen", "tcp://all:0", "--keys", keys, __file__]) == 2
+    assert "--listen tcp://all:0: all means every network of this machine" in capsys.readouterr().err
+
+
 def test_a_port_in_use_ends_the_start(keys: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -281,32 +281,31 @@ def reading(path: str) -> Iterator[Stored]:
     Raises CheckpointError if there is none or this version does not read its format, CheckpointDamagedError if it is
     damaged or renamed, OSError if the file system refuses.
     """
-    file = _open(path)
-    try:
-        size = disk.size_of(file)
-        if size is None:
-            raise _damaged(path, "it is not a regular file")
-        header = _header_of(path, file, size)
+    with _opened(path) as (file, size, header):
         index, places = _parsed(path, header, 8 + len(header), size)
         twice = 2 * sum(place.nbytes for place in places.values())  # to check all, and to set all
         with automatic(f"restoring {os.path.basename(path)}", twice, "B") as advance:
             yield Stored(path, file, index, places, advance)
-    finally:
-        disk.close(file)
 
 
 @contextlib.contextmanager
 def reading_plain(path: str) -> Iterator[Stored]:
     """As :func:`reading`, for a safetensors file of any program: its index is empty, and it has no checksums."""
+    with _opened(path) as (file, size, header):
+        entries = _object(path, "its header", header)
+        entries.pop(METADATA, None)
+        yield Stored(path, file, {"also": {}}, _places(path, entries, {}, 8 + len(header), size), lambda count: None)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[int, int, bytes]]:
+    """An open regular file, its size, and its header."""
     file = _open(path)
     try:
         size = disk.size_of(file)
         if size is None:
             raise _damaged(path, "it is not a regular file")
-        header = _header_of(path, file, size)
-        entries = _object(path, "its header", header)
-        entries.pop(METADATA, None)
-        yield Stored(path, file, {"also": {}}, _places(path, entries, {}, 8 + len(header), size), lambda count: None)
+        yield file, size, _header_of(path, file, size)
     finally:
         disk.close(file)
 

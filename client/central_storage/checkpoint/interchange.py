@@ -24,7 +24,7 @@ from cs_proto.frozen import frozen
 from . import disk
 from .file_format import Stored, plain_header, reading, reading_plain
 from .graph import find_file, find_unnumbered
-from .writing import explained, new_name, replace
+from .writing import explained, open_draft, replace
 
 __all__ = ["export_checkpoint", "import_checkpoint"]
 
@@ -224,12 +224,13 @@ class _Sink(io.RawIOBase):
 @contextlib.contextmanager
 def _new_file(path: str, needed: int) -> Iterator[_Sink]:
     """A file that gets its name when it is complete, and is removed otherwise."""
-    directory, name = os.path.dirname(path) or ".", new_name(path)
+    directory = os.path.dirname(path) or "."
     with explained(path, directory, needed):
-        disk.make_directory(directory)
-        file = disk.create(name)
+        name, file, mode = open_draft(path)
         try:
             yield _Sink(file)
+            if disk.mode_of(file) != mode:
+                disk.set_mode(file, mode)
             disk.sync(file)
             disk.replace(name, path)
             disk.sync_directory(directory)

@@ -26,13 +26,14 @@ from cs_runtime.failpoints import failpoint
 from . import disk
 from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, header_of_format_2, place_in_header, sealed
 
-__all__ = ["Readable", "add", "explained", "new_name", "replace"]
+__all__ = ["Readable", "add", "explained", "open_draft", "replace"]
 
 _log = logging.getLogger("central_storage.checkpoint_files")
 
 #: Bytes by which a header may grow after its length is fixed, when the number in the name gets more digits.
 _ROOM = 32
-_DRAFT = re.compile(rf".+{re.escape(disk.SUFFIX)}\.[0-9a-f]{{16}}\.draft")
+# Of a checkpoint or an export.
+_DRAFT = re.compile(r".+\.(safetensors|npz|pt)\.[0-9a-f]{16}\.draft")
 
 
 class Readable(Protocol):
@@ -127,9 +128,7 @@ class _Draft:
         self.content_nbytes = end
         self._nbytes = 8 + self._header_nbytes + end
         with self.explained():
-            disk.make_directory(self.directory)
-            _remove_abandoned(self.directory)
-            self.name, self._file, self._mode = _open_draft(path)
+            self.name, self._file, self._mode = open_draft(path)
 
     def write_arrays(self, advance: Callable[[int], None]) -> None:
         """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
@@ -218,16 +217,15 @@ def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]
         draft.close()
 
 
-def new_name(path: str) -> str:
-    """A name beside ``path`` that nobody can guess, for a file that is not complete yet."""
-    return f"{path}.{secrets.token_hex(8)}.draft"
-
-
-def _open_draft(path: str) -> tuple[str, int, int]:
-    """A new locked file in the directory of ``path``: its name, its descriptor, and its final mode, which follows from
-    the umask as for every file. Until then only this user can open it."""
+def open_draft(path: str) -> tuple[str, int, int]:
+    """A new locked file in the directory of ``path``, which is made if need be, under a name that nobody can guess: its
+    name, its descriptor, and its final mode, which follows from the umask as for every file. Until then only this user
+    can open it. Drafts of processes that have died are removed from the directory."""
+    directory = os.path.dirname(path) or "."
+    disk.make_directory(directory)
+    _remove_abandoned(directory)
     while True:
-        name = new_name(path)
+        name = f"{path}.{secrets.token_hex(8)}.draft"
         file = disk.create(name)
         try:
             mode = disk.mode_of(file)
@@ -235,7 +233,7 @@ def _open_draft(path: str) -> tuple[str, int, int]:
                 disk.set_mode(file, 0o600)
             if _lock(file):
                 return name, file, mode
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no draft and no descriptor is left, and the error goes on
             with contextlib.suppress(OSError):
                 disk.remove(name)
             disk.close(file)

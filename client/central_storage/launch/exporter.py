@@ -15,7 +15,7 @@ from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 
 from .packages import python_path
-from .plan import exporter_command
+from .plan import sidecar_command
 from .sidecar import Sidecar, listen
 
 __all__ = ["TOKEN_FILE", "Endpoint", "read_token"]
@@ -54,10 +54,10 @@ class Endpoint:
 
     def sidecar(self, run_directory: str) -> Sidecar:
         """The process that serves the metrics of the service in ``run_directory``."""
-        command = exporter_command(
+        command = sidecar_command(
+            "central_storage.exporter",
             run_directory,
-            self.token_file,
-            self.listener.fileno(),
+            ("--token-file", self.token_file, "--descriptor", str(self.listener.fileno())),
             os.environ,
             python=sys.executable,
             python_path=python_path(os.environ),

@@ -12,7 +12,7 @@ from typing import Any
 from cs_proto.errors import ConfigurationError
 
 from .packages import python_path
-from .plan import gateway_command
+from .plan import sidecar_command
 from .sidecar import Sidecar, listen
 
 __all__ = ["add_arguments", "check", "gateway_of", "keys"]
@@ -65,19 +65,21 @@ def gateway_of(
     """
     if options.listen is None:
         return [], "", {}
-    from cs_runtime.transport.curve import check_endpoint
+    from cs_runtime.transport.curve import check_endpoint, is_every_network
 
     host, port = check_endpoint(options.listen, _OPTION)
     listener = undo.enter_context(
         listen(host, port, address_option=f"{_OPTION} {options.listen}", port_option=f"{_OPTION} {options.listen}")
     )
     found, chosen = listener.getsockname()[:2]
+    if is_every_network(found):
+        raise ConfigurationError(f"{_OPTION} {options.listen}: {host} means every network of this machine")
     address = f"tcp://{f'[{found}]' if ':' in found else found}:{chosen}"
     keys_directory = os.path.abspath(options.keys)
-    command = gateway_command(
+    command = sidecar_command(
+        "central_storage.gateway",
         run_directory,
-        keys_directory,
-        listener.fileno(),
+        ("--keys", keys_directory, "--descriptor", str(listener.fileno())),
         os.environ,
         python=sys.executable,
         python_path=python_path(os.environ),

@@ -23,13 +23,12 @@ __all__ = [
     "Command",
     "Options",
     "error_file",
-    "exporter_command",
-    "gateway_command",
     "label",
     "next_incarnation",
     "of_incarnation",
     "script_command",
     "service_commands",
+    "sidecar_command",
     "standby_commands",
 ]
 
@@ -227,43 +226,17 @@ def script_command(
     )
 
 
-def exporter_command(
-    run_directory: str,
-    token_file: str,
-    descriptor: int,
-    environment: Mapping[str, str],
-    *,
-    python: str,
-    python_path: str = "",
-) -> Command:
-    """The process that serves metrics on the socket ``descriptor``."""
-    own = ("--token-file", token_file, "--descriptor", str(descriptor))
-    return _observer_command("central_storage.exporter", run_directory, own, environment, python, python_path)
-
-
-def gateway_command(
-    run_directory: str,
-    keys: str,
-    descriptor: int,
-    environment: Mapping[str, str],
-    *,
-    python: str,
-    python_path: str = "",
-) -> Command:
-    """The process that admits observers from other machines on the socket ``descriptor``."""
-    own = ("--keys", keys, "--descriptor", str(descriptor))
-    return _observer_command("central_storage.gateway", run_directory, own, environment, python, python_path)
-
-
-def _observer_command(
+def sidecar_command(
     module: str,
     run_directory: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
+    *,
     python: str,
-    python_path: str,
+    python_path: str = "",
 ) -> Command:
-    """A process that looks at the service as an observer; libraries have one thread in it."""
+    """A process beside the service: ``module`` with ``arguments``. It looks at the service as an observer; libraries
+    have one thread in it."""
     kept = {name: value for name, value in environment.items() if name not in (*_NOT_FOR_SERVICES, "CS_ROLE")}
     kept |= {**dict.fromkeys(THREAD_VARIABLES, "1"), "CS_RUN_DIRECTORY": run_directory}
     kept |= {"PYTHONPATH": python_path} if python_path else {}

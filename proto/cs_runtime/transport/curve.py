@@ -7,9 +7,11 @@ that of ``zmq.auth``. The name says the role: ``service``, or ``observer`` and `
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
+import socket
 import stat
 from typing import Any, Self
 
@@ -25,6 +27,7 @@ __all__ = [
     "ServiceKeys",
     "ZapHandler",
     "check_endpoint",
+    "is_every_network",
     "make_keys",
     "protect_client",
     "protect_server",
@@ -40,8 +43,6 @@ _PUBLIC, _SECRET = ".key", ".key_secret"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY_NBYTES = 32
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[\w:.%]+\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
-# Addresses that mean all networks of a machine.
-_WILDCARDS = ("*", "0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]", "[::0]")
 
 
 @frozen
@@ -190,11 +191,26 @@ def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
         raise ConfigurationError(
             f"{what} must be tcp://ADDRESS:PORT, such as tcp://192.0.2.7:5600, not {endpoint!r:.200}"
         )
-    if found["host"] in _WILDCARDS:
+    host = found["host"].strip("[]")
+    if is_every_network(host):
         raise ConfigurationError(
             f"{what} {endpoint} would mean every network of this machine: name the one address that others use"
         )
-    return found["host"].strip("[]"), int(found["port"])
+    return host, int(found["port"])
+
+
+def is_every_network(host: str) -> bool:
+    """Whether an address means all networks of a machine, however it is written. A name is none: nobody is asked.
+
+    >>> [is_every_network(host) for host in ("0.0.0.0", "0", "0x0", "::", "::ffff:0.0.0.0", "*", "127.0.0.1", "host")]
+    [True, True, True, True, True, True, False, False]
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return host == "*"
+    addresses = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
+    return any((getattr(address, "ipv4_mapped", None) or address).is_unspecified for address in addresses)
 
 
 def _make(directory: str, name: str) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from central_storage.checkpoint import disk
+from central_storage.checkpoint import disk, interchange
 from central_storage.checkpoint.file_format import reading
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint, import_checkpoint
@@ -182,3 +182,30 @@ def test_no_archive_unpacks_elsewhere(tmp_path: Path, name: str) -> None:
         archive.writestr("w.npy", b"\x93NUMPY\x01\x00")
     with pytest.raises(CheckpointDamagedError):
         import_checkpoint(tmp_path / "z.npz", tmp_path / "z")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_save_in_the_same_directory_leaves_an_export_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    path = saved(tmp_path, {"w": np.arange(3)})
+    write = interchange._WRITERS[suffix]
+
+    def write_beside_a_save(*args: Any) -> None:
+        write(*args)
+        Checkpoint(w=Variable(1.0)).write(tmp_path / "other")
+
+    monkeypatch.setattr(interchange, "_WRITERS", {suffix: write_beside_a_save})
+    export_checkpoint(path, tmp_path / f"theirs{suffix}")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        *("other.safetensors", "ours.safetensors", f"theirs{suffix}")
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt"])
+def test_the_draft_of_a_killed_export_goes_with_the_next_one(tmp_path: Path, suffix: str) -> None:
+    path = saved(tmp_path, {"w": np.arange(3)})
+    left = tmp_path / f"theirs{suffix}.0123456789abcdef.draft"
+    left.write_bytes(b"half")
+    export_checkpoint(path, tmp_path / "theirs.npz")
+    assert not left.exists()

@@ -48,7 +48,8 @@ def trial(directory, place, nth, number):
     if not child:
         disk.failpoint = writing.failpoint = train.failpoint = failpoints_of(f"{place}=kill@{nth}")
         if SABOTAGE == "in place":
-            writing._open_draft = lambda path: (path, os.open(path, os.O_RDWR | os.O_CREAT), 0o644)
+            os.makedirs(directory)
+            writing.open_draft = lambda path: (path, os.open(path, os.O_RDWR | os.O_CREAT), 0o644)
         a, b = variables()
         manager = manager_of(directory, a, b)
         for k in range(1, COUNT + 1):

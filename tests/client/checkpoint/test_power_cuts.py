@@ -188,7 +188,7 @@ def delete_before_the_directory_is_synced(monkeypatch: pytest.MonkeyPatch) -> Sa
 
 
 def write_in_place(monkeypatch: pytest.MonkeyPatch) -> Save:
-    open_draft = writing._open_draft
+    open_draft = writing.open_draft
 
     def open_in_place(path: str) -> tuple[str, int, int]:
         if not os.path.exists(path):
@@ -203,7 +203,7 @@ def write_in_place(monkeypatch: pytest.MonkeyPatch) -> Save:
             else:
                 disk.close(self._file)
 
-    monkeypatch.setattr(writing, "_open_draft", open_in_place)
+    monkeypatch.setattr(writing, "open_draft", open_in_place)
     monkeypatch.setattr(writing, "_Draft", InPlace)
     return under_one_number
 
