@@ -29,7 +29,9 @@ from cs_proto.errors import (
 from cs_proto.failures import error_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
+    PROTOCOL,
     ApplyPoint,
+    Appoint,
     Ask,
     AssignSlot,
     ClientGone,
@@ -43,6 +45,7 @@ from cs_proto.messages import (
     Get,
     Got,
     Hello,
+    Introduce,
     Kill,
     Locate,
     MadeProgress,
@@ -56,13 +59,14 @@ from cs_proto.messages import (
     ShowStacks,
     Statistics,
     StepFinished,
+    Welcome,
 )
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files, trace
 from cs_runtime.failpoints import failpoint
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SUPERVISOR, Channel
-from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.transport.supervisor_link import SupervisorLink, peer_of
 
 from .command_runner import open_runner
 from .config import ServerConfig
@@ -93,7 +97,7 @@ from .memory.segments import Segments
 from .step_program import StepProgram
 from .unsent import Unsent
 
-__all__ = ["Service", "identities_of"]
+__all__ = ["Service", "identity_of"]
 
 _log = logging.getLogger("cs_server.service")
 _moment = trace.moments("server")
@@ -153,6 +157,8 @@ class Service:
         # The message that was sent last. Its receivers are woken when all of them have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._unsent = Unsent(self._put)
+        # By client, the welcomes of controllers of which the workers are being told.
+        self._welcomes: dict[str, tuple[bytes, Welcome]] = {}
         # The last question of each peer that has not taken earlier messages. It is handled at the next try to send.
         self._later: dict[bytes, Record] = {}
         self._retry_at = 0.0
@@ -245,13 +251,17 @@ class Service:
 
     def _notice(self, record: Record) -> Iterator[Event]:
         _log.debug("from the supervisor: %.300r", record)
+        if isinstance(record, Appoint) and record.client in self._welcomes:
+            self._transmit(*self._welcomes.pop(record.client))
         if not isinstance(record, Died | ClientGone):
             return
-        for peer in identities_of(record, self._channel.mailboxes.peers()):
-            for received in self._channel.forget(peer):  # mail that it posted before
-                yield from self._events(received)
-            self._bases.pop(peer, None)
-            self._checked.pop(peer, None)
+        if isinstance(record, ClientGone) and self._supervisor.is_observer(record.client):
+            return
+        peer = identity_of(record)
+        for received in self._channel.forget(peer):  # mail that it posted before
+            yield from self._events(received)
+        self._bases.pop(peer, None)
+        self._checked.pop(peer, None)
         yield ProcessDied(record) if isinstance(record, Died) else ClientLeft(record.client)
 
     def _events(self, received: channel.Received) -> Iterator[Event]:
@@ -263,6 +273,9 @@ class Service:
                 self._transmit(peer, accepted)
             return
         failpoint("server.heard")
+        if isinstance(heard, Hello | Register) and (why := _why_not(heard, self._supervisor.peers[peer])):
+            self._send(peer, Refused(0, error_of(PeerProtocolError(why))))
+            return
         if isinstance(heard, Hello) and heard.role == "observer" and not open_files.may_have_guests():
             self._send(peer, Refused(0, error_of(open_files.shortage(f"the server (pid {os.getpid()})"))))
             return
@@ -408,10 +421,19 @@ class Service:
 
     def _send(self, peer: bytes, record: Record) -> None:
         failpoint("server.send")
+        if isinstance(record, Welcome) and (client := self._controller_at(peer)):
+            # The workers must know the controller before it sends them anything.
+            self._welcomes[client] = peer, record
+            self._supervisor.send(Appoint(client))
+            return
         if isinstance(record, Counters):
             mail = self._channel.mailboxes
             record = replace(record, posted=mail.posted, doorbells=mail.rung + mail.woken)
         self._transmit(peer, record)
+
+    def _controller_at(self, peer: bytes) -> str:
+        who = self._supervisor.peers.get(peer)
+        return who.client if who is not None and who.role == "controller" else ""
 
     def _transmit(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
@@ -525,18 +547,25 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses,
     return Engine(settings, log, account)
 
 
-def identities_of(gone: Died | ClientGone, peers: Iterable[bytes]) -> list[bytes]:
-    """The identities in ``peers`` of the process that has gone. The end of a worker's identity is random.
+def identity_of(gone: Died | ClientGone) -> bytes:
+    """What the process that has gone was called here.
 
-    >>> identities_of(ClientGone("9"), [b"c9", b"c95", b"w0.1.8f"])
-    [b'c9']
-    >>> identities_of(Died("worker", 0, 1, 43, "SIGKILL", "", True), [b"c9", b"w0.1.8f", b"w0.10.8f", b"w0.1"])
-    [b'w0.1.8f']
+    >>> identity_of(ClientGone("9")), identity_of(Died("worker", 0, 1, 43, "SIGKILL", "", True))
+    (b'c9', b'w0.1')
     """
     if isinstance(gone, ClientGone):
-        return [peer for peer in peers if peer == f"c{gone.client}".encode()]
-    name = f"w{gone.rank}.{gone.incarnation}.".encode()
-    return [peer for peer in peers if gone.role == "worker" and peer.startswith(name)]
+        return f"c{gone.client}".encode()
+    return peer_of(Introduce(PROTOCOL, gone.role, gone.rank, gone.incarnation, gone.pid))
+
+
+def _why_not(record: Hello | Register, who: Introduce) -> str:
+    """Why the process that the supervisor calls ``who`` cannot say this of itself; empty if it can."""
+    if isinstance(record, Hello):
+        said, known = f"{record.role} {record.client!r:.20}", f"{who.role} {who.client!r:.20}"
+    else:
+        said = f"worker w{record.worker.replica}.{record.worker.incarnation}"
+        known = f"{who.role} w{who.rank}.{who.incarnation}" if who.role == "worker" else f"the {who.role}"
+    return "" if said == known else f"the sender says it is {said}, and the supervisor has introduced it as {known}"
 
 
 def _run_of(record: Record) -> int:

@@ -19,7 +19,7 @@ from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
 from cs_proto.version import __version__
 from cs_runtime import open_files, stacks
 from cs_runtime.transport import supervisor_link
-from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.transport.supervisor_link import NAME_VARIABLE, SupervisorLink
 
 from .baton import ProcessBaton
 from .config import Config
@@ -56,9 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = open_device(config.device)
         link_to_supervisor = supervisor_link.connect(config.run_directory)
         connection = SupervisorLink(
-            link_to_supervisor, "worker", config.replica, config.incarnation, run_directory=config.run_directory
+            *(link_to_supervisor, "worker", config.replica, config.incarnation),
+            run_directory=config.run_directory,
+            name=bytes.fromhex(os.environ.pop(NAME_VARIABLE, "")),
         )
         _end_with(connection)
+        connection.await_name()
         # A process that the user's code forks is not a worker.
         os.register_at_fork(after_in_child=connection.close)
         os.register_at_fork(after_in_child=interrupts.forget)

@@ -141,13 +141,12 @@ class Optimizer(Record):
 
 @record(8)
 class Worker(Record):
-    """A registered worker: the client sends runs of ``replica`` to ``endpoint``."""
+    """A registered worker. It listens where :func:`cs_proto.peers.worker_endpoint` says."""
 
     replica: Replica
     incarnation: Incarnation
     pid: Pid
     device: str
-    endpoint: str
 
 
 @record(9)

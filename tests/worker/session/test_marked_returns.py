@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from tests.worker.playbook import CONTROLLER, REGISTER, REGISTERED, ended, run, step
+from tests.worker.playbook import CONTROLLER, PEERS, REGISTER, REGISTERED, ended, run, step
 
 from cs_proto.arrays import array_of, bytes_array
 from cs_proto.errors import PeerProtocolError
@@ -42,7 +42,7 @@ from cs_worker.session.interrupts import Interrupts
 from cs_worker.session.marked_returns import MarkedReturns
 from cs_worker.session.session import Link
 
-SERVING = Serving("ipc:///run/server", "/run", "")
+SERVING = Serving("/run", "")
 APPLY = ApplyPoint(0, "train.py:1", (OptimizerUpdate(1, 1, ()),), 0)
 SPARSE = SparseGradient(1, array_of(np.ones((1, 2))), array_of(np.zeros(1, np.int64)))
 ROWS = changed(APPLY, updates=(OptimizerUpdate(1, 1, (), (SPARSE,)),))
@@ -211,7 +211,7 @@ class World:
         """``decide(n)`` is a number below ``n``."""
         self.decide = decide
         self.link = ModelLink()
-        self.talk = Conversation(SessionCore(REGISTER), cast("Link", self.link), Interrupts())
+        self.talk = Conversation(SessionCore(REGISTER, PEERS), cast("Link", self.link), Interrupts())
         self.talk.session.registered = REGISTERED
         self.heard: list[Record] = []
         self.ends: dict[int, Return] = {}

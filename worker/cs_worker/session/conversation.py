@@ -190,8 +190,8 @@ class Conversation:
 
 def make_conversation(config: Config, device: str, link: Link, interrupts: Interrupts) -> Conversation:
     """The conversation of a worker that is not registered yet, in this process and on ``device``."""
-    worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device, config.endpoint)
-    return Conversation(SessionCore(messages.Register(messages.PROTOCOL, worker)), link, interrupts)
+    worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device)
+    return Conversation(SessionCore(messages.Register(messages.PROTOCOL, worker), link.peers), link, interrupts)
 
 
 def _not_yet(*of: object) -> None:

@@ -79,8 +79,8 @@ class Running(Protocol):
     def show_stacks(self) -> None:
         """Make it print the stacks of its threads."""
 
-    def is_run_by(self, peer: Peer) -> bool:
-        """Whether ``peer``, which introduced itself as this process, can be this process."""
+    def is_run_by(self, peer: Peer, who: Introduce) -> bool:
+        """Whether ``peer``, which introduced itself as ``who``, can be this process."""
 
 
 class Processes(list[Running]):
@@ -109,7 +109,7 @@ class Processes(list[Running]):
         identity = (who.role, who.rank, who.incarnation)
         for child in self:
             command = child.command
-            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer):
+            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer, who):
                 return child
         return None
 
@@ -253,7 +253,7 @@ class Child:
         if self.returncode is None and _handles(self.pid, signal.SIGUSR1):
             signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
 
-    def is_run_by(self, peer: Peer) -> bool:
+    def is_run_by(self, peer: Peer, who: Introduce) -> bool:
         """Whether the kernel reports this pid for the connection."""
         return peer.pid == self.pid
 

@@ -108,11 +108,11 @@ class Reception:
         peer.close()
         self._ended(peer)
 
-    def turn_away(self, peer: Peer) -> None:
-        """Refuse an observer for which there is no descriptor, with the reason."""
-        error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
+    def turn_away(self, peer: Peer, error: CentralStorageError) -> None:
+        """End a connection, and tell the peer why."""
         peer.send(StartFailed(as_record(error)))
-        self.refuse(peer, f"process {peer.pid} is refused as an observer: {error}")
+        if not peer.closed:
+            self.refuse(peer, f"process {peer.pid} is refused: {error}")
 
     def _accept(self) -> None:
         free, limit = open_files.free(), open_files.limit()
