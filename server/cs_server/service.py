@@ -11,7 +11,7 @@ import mmap
 import os
 import signal
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -149,9 +149,9 @@ class Service:
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
         self._channel = _channel(config, supervisor, wake, self._heard, self._mark_of, self._woken)
-        self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed)
-        # By worker, the Return to which its marks refer.
-        self._bases: dict[bytes, Return] = {}
+        self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed, self._prepare_other)
+        # By worker, the Returns to which its marks may refer.
+        self._bases: defaultdict[bytes, marks.Bases] = defaultdict(marks.Bases)
         # By worker, notes whose arrays lie where they may. The decoder finds the same ones again.
         self._checked: dict[bytes, deque[tuple[Note, ...]]] = {}
         # The message that was sent last. Its receivers are woken when all of them have it.
@@ -210,11 +210,17 @@ class Service:
         if not self._program.is_ready:
             self._prepare_step()
 
-    def _prepare_step(self) -> None:
-        """Have the program carry out the next step, if it may."""
-        step = self._engine.next_step()
+    def _prepare_step(self, base: Return | None = None) -> None:
+        """Have the program carry out the next step, if it may: the one in which the first worker names ``base``, or the
+        one that is expected."""
+        step = self._engine.next_step(base)
         if step is not None and not self._program.prepare(step, self._bases):
             self._engine.refuse_steps()
+
+    def _prepare_other(self, peer: bytes, number: int) -> None:
+        """The first worker, ``peer``, names another base than that of the step that is prepared."""
+        if (base := self._bases[peer].get(number)) is not None:
+            self._prepare_step(base)
 
     def _passed(self) -> None:
         """The program has carried out a step."""
@@ -329,16 +335,18 @@ class Service:
             return None
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("from %r: %.300r", peer, record)
-        if type(record) is Return and marks.is_base(record):
-            self._bases[peer] = record
+        if type(record) is Return:
+            self._bases[peer].keep(record)
         _moment("decoded", _run_of(record))
         return record
 
     def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
         """The Return that a mark stands for, as :meth:`_heard` has the record of a message."""
-        base = self._bases.get(peer)
-        if base is None or not marks.is_of(base, body):
-            error = PeerProtocolError(f"the mark of run {run} names a base that is not the last Return of this worker")
+        base = self._bases[peer].get(marks.base_of(body))
+        if base is None:
+            error = PeerProtocolError(
+                f"the mark of run {run} names a base that is none of the last Returns of this worker"
+            )
             _log.warning("refused a mark of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None

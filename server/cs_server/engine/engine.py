@@ -61,8 +61,9 @@ from cs_server.events import (
 )
 
 from . import dispatch, sessions
-from .captured_steps import CapturedSteps, NextStep, is_small
+from .captured_steps import CapturedSteps, is_small
 from .catalogue import optimizers, slabs
+from .step_plans import NextStep
 from .steps import progress, replay_check, runs
 from .store.account import Account, account_nbytes
 from .store.control_log import Control
@@ -128,11 +129,12 @@ class Engine:
                 raise
             return self._attempt(with_changes(asked, event=_refused(event, error)), now)
 
-    def next_step(self) -> NextStep | None:
+    def next_step(self, base: Return | None = None) -> NextStep | None:
         """The step after the last one, if it may be carried out without the engine, and before it hears anything else:
-        each worker returns what it returned before, with another value. :meth:`passed` must follow, or
-        :meth:`refuse_steps` if no such step can be carried out so; or any other event."""
-        return self._captured.next_step()
+        each worker returns what it returned in an earlier step, with another value. It is the kind of step in which the
+        first worker returns what ``base`` has, or the one that is expected. :meth:`passed` must follow, or
+        :meth:`refuse_steps` if no such step can be carried out so; or another call, or any other event."""
+        return self._captured.next_step(base)
 
     def passed(self, now: float) -> list[Command]:
         """The commands that follow when the step of :meth:`next_step` has been carried out."""

@@ -87,7 +87,7 @@ class Conversation:
         body = session.mark_of(run, notes, count, value, link.sent)
         if body is None or not link.mark_server(run.run[0], body):
             return False
-        session.note_marked(run, value)
+        session.note_marked(run, body)
         return True
 
     def wait(

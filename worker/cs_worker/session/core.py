@@ -285,9 +285,9 @@ class SessionCore:
         sent ``sent`` records so far."""
         return None if self._run is None else self._returns.body(self._run[0], run, notes, count, value, sent)
 
-    def note_marked(self, run: Run, value: Value) -> None:
-        """A mark said that ``run`` has returned ``value``."""
-        self._said.append((run.run, self._returns.marked(run, value)))
+    def note_marked(self, run: Run, body: bytes) -> None:
+        """The mark with these bytes said that ``run`` has returned."""
+        self._said.append((run.run, self._returns.marked(run, body)))
 
     def note_over(self, path: RunId) -> None:
         """The nested run or merge_call ``path`` is over, and so are those before it at the same place: the server has
