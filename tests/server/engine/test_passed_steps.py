@@ -20,7 +20,7 @@ from cs_proto.messages import Return, RunFinished, StepFinished, Value
 from cs_server.engine.engine import Engine
 from cs_server.engine.step_plans import NextStep
 from cs_server.engine.store.account import BODY_NBYTES, KIND_NBYTES, STEPS, Account, account_nbytes
-from cs_server.engine.store.control_log import ControlMemory
+from cs_server.engine.store.control_log import ControlDamaged, ControlMemory
 from cs_server.events import Command, Commit, Finished, Received, Send
 
 APPLIES = [KINDS[0], KINDS[1], KINDS[2], KINDS[3], KINDS[7], KINDS[8]]
@@ -39,6 +39,7 @@ class Passing(Two):
         self.store.write(dict(self.other_store.items()))
         self.short = Engine(self.config, self.store, self.account)
         self.passed = 0
+        self.site = ""  # of every apply, if it is set
 
     def successor(self) -> tuple[Engine, ControlMemory]:
         store, memory = ControlMemory(), self.memory.copy()
@@ -48,6 +49,8 @@ class Passing(Two):
     def brought(self, replica: int, kind: Kind, series: int) -> Received:
         """What a replica returns: always another value."""
         notes = noted(kind, replica, 2)
+        if self.site:
+            notes = tuple([records.replace(note, site=self.site) for note in notes])
         event = returns(replica, sum(type(note).__name__ != "WriteNote" for note in notes), notes, (self.run,))
         assert isinstance(event.record, Return)
         record = records.replace(
@@ -178,6 +181,59 @@ def test_anything_may_come_between_steps_of_a_program(kind: Kind, lookahead: int
         two.step(kind, series, what, where)
     two.compare(two.short, two.store)
     assert two.passed
+
+
+@pytest.mark.parametrize("order", ["01", "0011", "0310", "012345", "0123450543210"])
+@pytest.mark.parametrize("lookahead", [None, 0, 3])
+def test_steps_of_several_kinds_in_turns_are_passed(order: str, lookahead: int | None) -> None:
+    """All but the first two of each kind, whatever came before them. Kinds are also left and taken up again."""
+    two = Passing(2, lookahead or 0)
+    series = 0 if lookahead is None else 2
+    for kind in [*order] * 6 + [order[0]] * 2 * STEPS + [*order] * 2:
+        two.step(APPLIES[int(kind)], series)
+    two.compare(two.short, two.store)
+    assert two.passed >= two.run - 1 - 3 * len(set(order))
+
+
+def test_runs_on_their_own_are_passed_after_steps_of_a_series() -> None:
+    two = Passing(2, 1)
+    for _ in range(4):
+        series = two.run + 1
+        for _ in range(5):
+            two.step(APPLIES[1], series)
+        for _ in range(3):
+            two.step(APPLIES[3], 0)
+    two.compare(two.short, two.store)
+    # Of each series the second step has the first plan. Of the others only the very first one has none.
+    assert two.passed >= two.run - 1 - 2 * 4 - 2
+
+
+def test_steps_go_on_after_one_that_no_program_carries_out() -> None:
+    two = Passing(2)
+    for _ in range(6):
+        for kind in (APPLIES[0], APPLIES[0], KINDS[11], APPLIES[3]):
+            two.step(kind, 0)
+    assert two.passed >= two.run - 1 - 6 - 12
+    two.compare(two.short, two.store)
+
+
+def test_two_functions_that_apply_the_same_gradients_are_two_kinds() -> None:
+    two = Passing(2)
+    for number in range(12):
+        two.site = f"train.py:{number % 2}"
+        two.step(KINDS[8], 0)
+    assert two.passed >= 8
+    assert len(two.short._captured._kinds) == 2
+    two.compare(two.short, two.store)
+
+
+def test_an_account_with_a_kind_that_the_store_lacks_is_damaged() -> None:
+    two = Passing(2)
+    for _ in range(4):
+        two.step(KINDS[0], 0)
+    two.store_at(two.account.kind_address(two.run), struct.pack("<9Q", 5, *[9] * 8))
+    with pytest.raises(ControlDamaged, match="a step of kind 5, and the control store has none"):
+        two.successor()
 
 
 @pytest.mark.parametrize("what", [each for each in BETWEEN if each])
