@@ -64,6 +64,7 @@ from cs_proto.messages import (
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files, trace
 from cs_runtime.failpoints import failpoint
+from cs_runtime.logs import Complaints
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SUPERVISOR, Channel
 from cs_runtime.transport.supervisor_link import SupervisorLink, peer_of
@@ -148,6 +149,7 @@ class Service:
         self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes)
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
+        self._complaints = Complaints(_log)
         self._channel = _channel(config, supervisor, wake, self._heard, self._mark_of, self._woken)
         self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed, self._prepare_other)
         # By worker, the Returns to which its marks may refer.
@@ -330,7 +332,7 @@ class Service:
             record = self._decoder.decode(parts)
             self._check_places(peer, record)
         except PeerProtocolError as error:
-            _log.warning("refused a message of %r: %s", peer, error)
+            self._complaints.warn(peer, "refused a message of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
         if _log.isEnabledFor(logging.DEBUG):
@@ -347,7 +349,7 @@ class Service:
             error = PeerProtocolError(
                 f"the mark of run {run} names a base that is none of the last Returns of this worker"
             )
-            _log.warning("refused a mark of %r: %s", peer, error)
+            self._complaints.warn(peer, "refused a mark of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
         _log.debug("from %r: the mark of run %d", peer, run)

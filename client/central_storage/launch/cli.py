@@ -20,6 +20,7 @@ from central_storage.diagnostics.logging_setup import configure_logging, dump_st
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
+from cs_proto.printable import printable
 from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> int:
-    print(f"cs-launch: error: {error}", file=sys.stderr)
+    print(printable(f"cs-launch: error: {error}", lines=True), file=sys.stderr)
     if error_path:
         write(error_path, Failure(kind, "launcher", None, os.getpid(), f"{type(error).__name__}: {error}"), code)
     return code
@@ -314,9 +315,9 @@ def _health(options: argparse.Namespace) -> int:
     from .remote.health import health
 
     try:
-        print(health(options.run_directory or _address(), _HEALTH_TIMEOUT))
+        print(printable(health(options.run_directory or _address(), _HEALTH_TIMEOUT)))
     except (LaunchError, NoAnswerError, ShutdownError) as error:
-        print(f"not healthy: {error}")
+        print(printable(f"not healthy: {error}", lines=True))
         return 1
     return 0
 
@@ -325,7 +326,7 @@ def _doctor() -> int:
     from . import checks  # it imports NumPy, which a supervisor does not need
 
     found = list(checks.findings())
-    print(*(line for finding in found for line in checks.lines(finding)), checks.summary(found), sep="\n")
+    print(*(printable(line) for finding in found for line in checks.lines(finding)), checks.summary(found), sep="\n")
     return int(any(finding.level == "bad" for finding in found))
 
 
@@ -397,7 +398,7 @@ def _standbys(run_directory: str) -> list[Command]:
 
 def _warn(used: list[str], here: Machine) -> None:
     for line in busy(used, here.gpus):
-        print(f"cs-launch: warning: {line}", file=sys.stderr)
+        print(printable(f"cs-launch: warning: {line}"), file=sys.stderr)
 
 
 def _places(commands: list[Command]) -> str:

@@ -32,6 +32,7 @@ from cs_proto.errors import (
     ShutdownError,
     replica_exception_class,
 )
+from cs_proto.failures import text_of
 from cs_proto.frozen import frozen
 from cs_proto.records import Record
 from cs_runtime import open_files
@@ -245,7 +246,7 @@ class Session:
         record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
         # A refusal without a number answers a Hello, which may have been repeated.
         if isinstance(record, messages.Refused) and record.number in (0, question.number):
-            error = replica_exception_class(record.error.exception)(record.error.message)
+            error = replica_exception_class(record.error.exception)(text_of(record.error))
             if not isinstance(error, PeerProtocolError) or self._repeated is question:
                 raise error
             self._is_forgotten = True

@@ -31,6 +31,7 @@ from cs_proto.errors import (
     ShutdownError,
     replica_exception_class,
 )
+from cs_proto.failures import text_of
 from cs_proto.messages import (
     PROTOCOL,
     ClientGone,
@@ -347,7 +348,7 @@ class SupervisorLink:
             for descriptor in descriptors:
                 os.close(descriptor)
             if isinstance(record, SegmentRefused) and record.segment == request.segment:
-                raise replica_exception_class(record.error.exception)(record.error.message)
+                raise replica_exception_class(record.error.exception)(text_of(record.error))
             self._waiting.append(record)
         raise TimeoutError(
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"

@@ -16,6 +16,7 @@ from cs_proto.errors import ConfigurationError, PeerProtocolError, ReplicaLostEr
 from cs_proto.failures import error_of
 from cs_proto.messages import Note, Run, RunId, Value
 from cs_proto.records import Record
+from cs_runtime.logs import Complaints
 from cs_runtime.waits import pace_of
 from cs_worker.config import Config
 
@@ -27,6 +28,7 @@ from .session import Link
 __all__ = ["Conversation", "make_conversation"]
 
 _log = logging.getLogger("central_storage.worker")
+_complaints = Complaints(_log)
 
 T = TypeVar("T")
 
@@ -182,7 +184,7 @@ class Conversation:
                     self.link.give_up(reason)
 
     def _refuse(self, peer: bytes, what: str, why: str) -> None:
-        _log.warning("refused %s of peer %r: %s", what, peer, why)
+        _complaints.warn(peer, "refused %s of peer %r: %s", what, peer, why)
         if peer != core.COLLEAGUE:  # which sends answers only
             refused = error_of(PeerProtocolError(f"{what} is refused: {why}"))
             self.link.send_peer(peer, messages.Refused(0, refused))

@@ -20,6 +20,7 @@ from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError,
 from cs_proto.failures import error_of
 from cs_proto.peers import SERVER
 from cs_proto.records import Buffer, Record
+from cs_runtime.logs import Complaints
 from cs_runtime.trace import moments
 from cs_runtime.transport.channel import Channel, Received
 from cs_runtime.transport.supervisor_link import SupervisorLink
@@ -31,6 +32,7 @@ from .core import COLLEAGUE
 __all__ = ["Link", "moment"]
 
 _log = logging.getLogger("central_storage.worker")
+_complaints = Complaints(_log)
 
 #: Notes where in a step this process is.
 moment = moments("worker")
@@ -195,7 +197,7 @@ class Link:
         try:
             record = (self._server_decoder if sender == SERVER else self._decoder).decode(parts)
         except PeerProtocolError as error:
-            _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
+            _complaints.warn(sender, "%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None

@@ -23,8 +23,10 @@ from central_storage.launch.supervisor.lifecycle import STOP_GRACE
 from central_storage.launch.supervisor.loop import Loop, Signals
 from central_storage.launch.supervisor.output import Console, Screen, Stream
 from cs_proto.errors import LaunchError
+from cs_proto.failures import text_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import PROTOCOL, Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
+from cs_proto.printable import printable
 from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
 from cs_runtime.transport import supervisor_link
@@ -129,7 +131,7 @@ class _Joining:
             else:
                 self._say(f"the service is back, worker w{record.rank} continues")
         elif isinstance(record, StartFailed):
-            self._say(record.error.message)
+            self._say(text_of(record.error))
             self._code = START_FAILED
         elif isinstance(record, Interrupt) and self._worker is not None:
             self._worker.interrupt()
@@ -232,4 +234,4 @@ class _Joining:
             sys.stderr.flush()
 
     def _say(self, text: str) -> None:
-        self._screen.write("stderr", "cs-launch", text.splitlines())
+        self._screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))

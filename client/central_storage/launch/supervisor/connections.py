@@ -23,6 +23,7 @@ from cs_proto.errors import PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import PROTOCOL, Introduce, Join, Output, StartFailed
 from cs_proto.records import Record
+from cs_runtime.logs import Complaints
 
 from .loop import Loop
 from .output import Stream
@@ -30,6 +31,7 @@ from .output import Stream
 __all__ = ["Peer"]
 
 _log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
 
 # Output is cut into records of at most this many characters, so that every packet fits the socket's buffer.
 _OUTPUT_LIMIT = 8192
@@ -166,7 +168,7 @@ class Peer:
                 raise PeerProtocolError(f"a packet of more than {PACKET_NBYTES} bytes")
             record = decode([packet])
         except PeerProtocolError as error:
-            _log.error("dropped a packet of %s: %s", self.label, error)
+            _complaints.warn(self.pid, "dropped a packet of %s: %s", self.label, error)
             if self.introduction is None and _is_first(packet):
                 self._turn_away(error)
             return
@@ -184,7 +186,7 @@ class Peer:
 
     def _end(self, reason: str) -> None:
         if reason:
-            _log.warning("%s %s; its connection is closed", self.label, reason)
+            _complaints.warn(self.pid, "%s %s; its connection is closed", self.label, reason)
         self.close()
         self._on_end(self)
 

@@ -48,7 +48,9 @@ from cs_proto.messages import (
     StartFailed,
     WatchTimes,
 )
+from cs_proto.printable import printable
 from cs_proto.records import Record
+from cs_runtime.logs import Complaints
 from cs_runtime.run_file import RunFile
 
 from .children import Child, Processes, Running, Standbys, end_leftovers
@@ -66,6 +68,7 @@ from .seats import Elsewhere
 __all__ = ["STOP_GRACE", "Service", "transport_of"]
 
 _log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
 
 #: Seconds that a process may take to end by itself before it is killed.
 STOP_GRACE = 3.0
@@ -272,7 +275,8 @@ class Service:
         self._end_children(grace)
 
     def say(self, text: str) -> None:
-        """Print a line of the supervisor itself."""
+        """Print a line of the supervisor itself, whatever peers have called themselves and their deaths."""
+        text = printable(text)
         self._reporter.note(text)
         self._reporter.add("supervisor", "stderr", [text])
         self._screen.write("stderr", "supervisor", [text])
@@ -495,7 +499,7 @@ class Service:
     def _ready(self, peer: Peer, ready: Ready) -> None:
         child = self._children.of(peer)
         if child is None:
-            _log.error("dropped a Ready of %s: it is not a process of this service", peer.label)
+            _complaints.warn(peer.pid, "dropped a Ready of %s: it is not a process of this service", peer.label)
             return
         if child.returncode is not None:  # the process ended before its last record was read
             return
@@ -587,7 +591,7 @@ class Service:
 
 
 def _drop(peer: Peer, record: Record) -> None:
-    _log.error("dropped a %s of %s: that peer may not send it", type(record).__name__, peer.label)
+    _complaints.warn(peer.pid, "dropped a %s of %s: that peer may not send it", type(record).__name__, peer.label)
 
 
 def _identity(command: Command) -> tuple[Role, int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from cs_proto.errors import ConfigurationError
+from cs_proto.printable import printable
 
 from .loop import Loop
 
@@ -108,8 +109,8 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Remember ``lines``, shortened, without what others are drawn over."""
-        self._lines.extend(line[:_TAIL_LINE_LIMIT] for line in lines if not line.endswith("\r"))
+        """Remember ``lines``, shortened and printable, without what others are drawn over."""
+        self._lines.extend(printable(line[:_TAIL_LINE_LIMIT]) for line in lines if not line.endswith("\r"))
 
     def text(self) -> str:
         """At most 20 lines, the last one last."""
@@ -144,7 +145,8 @@ class LogFiles:
         try:
             if descriptor is None:
                 path = Path(self.directory, f"{label}.log")
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(path, how, 0o600)
                 self._files[label] = descriptor
             if descriptor >= 0:
                 os.write(descriptor, "".join(f"{line}\n" for line in lines if not line.endswith("\r")).encode())

@@ -13,6 +13,7 @@ from cs_proto.errors import CentralStorageError, code_of
 from cs_proto.messages import Error, Role, StartFailed
 from cs_proto.records import Record
 from cs_runtime import open_files
+from cs_runtime.logs import Complaints
 
 from .connections import Peer
 from .loop import Loop, Timer
@@ -20,6 +21,7 @@ from .loop import Loop, Timer
 __all__ = ["Reception", "as_record"]
 
 _log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
 
 # At the end, peers get this many seconds to read their last records.
 _FAREWELL = 0.5
@@ -103,7 +105,7 @@ class Reception:
 
     def refuse(self, peer: Peer, reason: str) -> None:
         """End a connection."""
-        _log.error("%s; its connection is closed", reason)
+        _complaints.warn(peer.pid, "%s; its connection is closed", reason)
         self._note(reason)
         peer.close()
         self._ended(peer)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from cs_proto.errors import LaunchError
 from cs_proto.messages import PROTOCOL, Died, Introduce, Join, Joined, StartFailed
+from cs_proto.printable import printable
 
 from .children import Processes, Running
 from .connections import Peer
@@ -96,7 +97,7 @@ class Seating:
         if place is None:
             return False
         if died.incarnation == place.command.incarnation:
-            place.end(died.cause, died.log)
+            place.end(printable(died.cause), died.log)
         return True
 
     def forget(self, peer: Peer) -> None:
