@@ -39,7 +39,7 @@ from .service_file import ServiceFile, typed
 from .sidecar import Sidecar
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
-from .supervisor.output import LogFiles
+from .supervisor.output import KEPT_NBYTES, LogFiles
 
 __all__ = ["main"]
 
@@ -82,6 +82,7 @@ environment:
   CS_LOG=debug                   print one line for every message; warning: not the line with the devices; error: no
                                  warnings either
   CS_MESSAGES_DIR                write these lines to files in that directory, one for each process
+  CS_LOG_VALUES=on               show the bytes of arguments and results in these lines (default: only their number)
   CS_NAME_WAITS=60               name a wait after so many seconds (default: 10), then at growing intervals; off: never
   CS_CACHE_DIR                   the directory of the compiled kernels (default: ~/.cache/central-storage)
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
@@ -173,9 +174,8 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
         known = (compute, parameters) if options.devices else ((), "")
-        file = ServiceFile.of(
-            run_directory.path, typed(arguments), "launcher", *known, log_directory=logs.directory, **shown
-        )
+        logged = logs.directory if logs else None
+        file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, log_directory=logged, **shown)
         return run(
             run_directory,
             plan,
@@ -429,11 +429,14 @@ def _script_arguments(options: argparse.Namespace) -> list[str]:
     return list(options.command)
 
 
-def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles:
-    """Log files where the user wants them, or in the run directory, which is removed at the end unless it is kept."""
+def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles | None:
+    """Log files where the user wants them, or the last lines in a run directory that is kept, which may lie in
+    memory."""
     if options.log_directory:
         return LogFiles.under(options.log_directory, run_directory.path)
-    return LogFiles(os.path.join(run_directory.path, "logs"))
+    if options.keep_run_directory:
+        return LogFiles(os.path.join(run_directory.path, "logs"), KEPT_NBYTES)
+    return None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -475,7 +478,10 @@ def _parser() -> argparse.ArgumentParser:
         help="run no script: check this machine, as cs-ctl doctor --quick does; exit code 1 if something is bad",
     )
     parser.add_argument(
-        "--keep-run-directory", action="store_true", help="keep the run directory and its log files when the run ends"
+        "--keep-run-directory",
+        action="store_true",
+        help="keep the run directory when the run ends, with the last lines of server and workers: at least 8 and at "
+        "most 16 MiB of each",
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module as a script, as python -m does"
