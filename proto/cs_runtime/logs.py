@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
@@ -21,10 +21,8 @@ __all__ = ["VALUES", "Complaints", "Formatter", "MessagesFile", "asked_level"]
 #: ``on``: log lines of messages show bytes, which hold arguments and results.
 VALUES = "CS_LOG_VALUES"
 
-# Lines about one peer, and about all peers, in one second.
-_OF_A_PEER, _OF_ALL = 1, 10
-# The peers that are remembered: whoever comes after so many others counts as new.
-_PEERS = 1000
+# Lines in one second about one peer, and about all peers.
+_OF_A_PEER, _OF_ALL = 3, 10
 
 
 class Formatter(logging.Formatter):
@@ -65,30 +63,26 @@ def asked_level(default: int) -> int:
 
 
 class Complaints:
-    """Warnings about what peers do: at most one a second about each peer and ten about all of them. The next line says
-    how many were left out. For one thread."""
+    """Warnings about what peers do: in one second at most three about each peer and ten about all of them. The next
+    line says how many were left out. For one thread."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
         self._left_out = 0
-        self._second, self._said = 0.0, 0
-        # By peer, the time of the last line; the oldest first.
-        self._last: OrderedDict[object, float] = OrderedDict()
+        self._second = 0.0
+        self._said: Counter[object] = Counter()  # by peer, in this second
 
     def warn(self, peer: object, message: str, *values: object) -> None:
         """Log ``message`` about ``peer``, with ``values`` as in ``logging``, or only count it."""
         now = self._clock()
         if now - self._second >= 1:
-            self._second, self._said = now, 0
-        if self._said >= _OF_ALL or now - self._last.get(peer, now - _OF_A_PEER) < _OF_A_PEER:
+            self._second = now
+            self._said.clear()
+        if self._said[peer] >= _OF_A_PEER or self._said.total() >= _OF_ALL:
             self._left_out += 1
             return
-        self._said += 1
-        self._last[peer] = now
-        self._last.move_to_end(peer)
-        if len(self._last) > _PEERS:
-            self._last.popitem(last=False)
+        self._said[peer] += 1
         more = f" ({self._left_out} lines like this were left out)" if self._left_out else ""
         self._left_out = 0
         self._log.warning(message + more, *values)
