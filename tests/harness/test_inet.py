@@ -42,7 +42,9 @@ def test_a_server_that_also_binds_tcp_is_found(tmp_path: Path) -> None:
     (tmp_path / "test_trains.py").write_text(TRAINS)
     options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", str(tmp_path)]
     path = f"proto:server:worker:client:{tmp_path}"
-    ended = run(sys.executable, "-m", "pytest", *options, str(tmp_path), environment={"PYTHONPATH": path}, timeout=unit(120))
+    ended = run(
+        sys.executable, "-m", "pytest", *options, str(tmp_path), environment={"PYTHONPATH": path}, timeout=unit(120)
+    )
     section = ended.out.partition("ERROR at teardown of test_a_server_that_also_binds_tcp ")[2]
     assert "processes of a service have inet sockets:\ntcp 0100007F:" in section, ended
     assert "-m cs_server " in section

@@ -54,7 +54,12 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """It began with an umask that lets everybody read and write."""
     written = tmp_path_factory.mktemp("written")
     (written / "train.py").write_text(TRAIN)
-    names = {"CS_LOG": "debug", "CS_LOG_VALUES": None, "CS_MESSAGES_DIR": str(written / "messages"), "CS_LOG_DIR": str(written / "logs")}
+    names = {
+        "CS_LOG": "debug",
+        "CS_LOG_VALUES": None,
+        "CS_MESSAGES_DIR": str(written / "messages"),
+        "CS_LOG_DIR": str(written / "logs"),
+    }
     options = ("--metrics-port", "0", "--devices", "cpu:0,cpu:1", "--error-file", written / "error.json")
     before = os.umask(0)
     try:

@@ -37,6 +37,8 @@ _log = logging.getLogger("central_storage.channel")
 _HANDSHAKE = 5000
 # The pause before a DEALER connects again, in milliseconds: its peer may be starting.
 _RECONNECT = 10
+# So many messages of one peer of the ROUTER wait to be heard; a true one has a few under way.
+_UNHEARD = 100
 # The longest sleep, in seconds, of a process that has mailboxes or peers that wait for admission: a doorbell could be
 # missed.
 _LONGEST_SLEEP = 1.0
@@ -385,5 +387,6 @@ class Channel:
         # ZeroMQ closes the connection of a peer that sends a larger part, before it stores any of it.
         socket.setsockopt(zmq.MAXMSGSIZE, limits.part_nbytes)
         socket.setsockopt(zmq.SNDHWM, unread)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        # Whoever sends faster than this process hears keeps what it sends in its own memory.
+        socket.setsockopt(zmq.RCVHWM, _UNHEARD if kind == zmq.ROUTER else 0)
         return socket
