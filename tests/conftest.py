@@ -192,8 +192,8 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that passes but leaves a process, thread, descriptor, run directory or shared memory fails, and so does one
-    in which a process of a service has had an inet socket."""
+    """A test that passes but leaves a process, thread, descriptor, run directory or shared memory fails. So does one in
+    which a process of a service has had an inet socket."""
     before = leftovers.take()
     yield
     sockets = request.config.stash[_watch].found()

@@ -243,9 +243,9 @@ def test_what_would_fill_the_memory_is_refused_and_takes_none(others: int, monke
         made.new("uint8", (80 << 20,))
     available = (70 << 20) - others
     assert str(refused.value) == (
-        f"{80 << 20} bytes (80.0 MiB) to be sent or returned in arena/0 need {80 << 20} bytes (80.0 MiB) more memory, but "
-        f"{available} bytes ({available >> 20}.0 MiB) are available beside the {64 << 20} bytes that stay free; send or "
-        "return less at a time"
+        f"{80 << 20} bytes (80.0 MiB) to be sent or returned in arena/0 need {80 << 20} bytes (80.0 MiB) more memory, "
+        f"but {available} bytes ({available >> 20}.0 MiB) are available beside the {64 << 20} bytes that stay free; "
+        "send or return less at a time"
     )
     assert resident(descriptor) == 4 << 20
     assert offset(made.new("uint8", (40 << 20,))) == offset(small) + (4 << 20)
