@@ -249,6 +249,36 @@ def test_stop_ends_a_service_as_ctrl_c_does(script: Path, tmp_path: Path, how: s
     assert ctl("status", training.address).code == 3
 
 
+SLOW_TO_START = """
+import os, sys, time
+import central_storage as cs
+
+print("up", flush=True)
+while os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+strategy = cs.CentralStorageStrategy(["cpu:0"])
+while True:
+    strategy.run(lambda: None)
+"""
+
+
+def test_a_profile_waits_for_a_service_that_is_starting(tmp_path: Path) -> None:
+    script, flag = tmp_path / "slow.py", tmp_path / "wait"
+    script.write_text(SLOW_TO_START)
+    flag.touch()
+    with start("cs-launch", script, str(flag)) as child:
+        child.wait_for("^up$")
+        given_up = ctl("profile", "--wait", "0.1", str(child.pid))
+        assert given_up.code == 4
+        assert "is still starting after 0.1 s, and waits for the script to choose its devices" in given_up.err
+        with start("cs-ctl", "profile", "--json", "--steps", "5", "--seconds", "60", str(child.pid)) as profile:
+            profile.wait_for("is starting, and waits for", stream="err")
+            flag.unlink()
+            assert json.loads(profile.wait().ok().out)["steps"] == 5
+        ctl("stop", str(child.pid)).ok()
+        child.wait()
+
+
 STUBBORN = """
 import signal
 import central_storage as cs

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
+from central_storage.launch.run_directory import is_free
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import (
     ConfigurationError,
@@ -36,7 +37,8 @@ class Supervisor:
 
     def __init__(self, address: str, timeout: float) -> None:
         """Connect to the supervisor in the run directory ``address``. ``timeout`` (seconds) is for each answer. Raises
-        ConfigurationError for a timeout that makes no sense, and LaunchError if no service is there."""
+        ConfigurationError for a timeout that makes no sense, LaunchError if no service is there, and NoAnswerError if
+        the supervisor does not listen yet."""
         if not 0 < timeout < 1e6:
             raise ConfigurationError(
                 f"a timeout is a number of seconds, more than 0 and less than 1e6, not {timeout:g}"
@@ -54,6 +56,8 @@ class Supervisor:
             raise self._late() from error
         except OSError as error:
             self._link.close()
+            if isinstance(error, FileNotFoundError) and not is_free(address):
+                raise NoAnswerError(f"the service in {address} has just begun to start; try again") from error
             raise LaunchError(f"no service answers in {address}; it has ended") from error
 
     def report(self) -> ServiceReport:

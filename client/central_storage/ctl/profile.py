@@ -25,6 +25,7 @@ __all__ = [
     "as_json",
     "bandwidth",
     "bottleneck",
+    "check",
     "duration",
     "lines",
     "profile",
@@ -86,11 +87,7 @@ def profile(address: str, count: int = 200, seconds: float = 5.0) -> Profile:
     :class:`central_storage.timeline.rings.Rings` and :func:`central_storage.connect` do. A service that ends meanwhile
     is not an error.
     """
-    if count < 1 or not 0 < seconds < 1e6:
-        raise InvalidArgumentError(
-            f"a profile needs at least one step and a time of more than 0 and less than 1e6 seconds, not {count} steps "
-            f"in {seconds!r} seconds"
-        )
+    check(count, seconds)
     connect(address).close()  # a service that is just starting has all rings when it answers
     with Rings(address) as rings:
         committed = _Committed(address, rings)
@@ -107,6 +104,15 @@ def profile(address: str, count: int = 200, seconds: float = 5.0) -> Profile:
             if returned > count or is_last:
                 found = steps(recorded)
         return summary(found[:count], committed.commits(len(rings.rings) - 2), missing)
+
+
+def check(count: int, seconds: float) -> None:
+    """Raise InvalidArgumentError if a profile cannot sample so many steps, or for so many seconds."""
+    if count < 1 or not 0 < seconds < 1e6:
+        raise InvalidArgumentError(
+            f"a profile needs at least one step and a time of more than 0 and less than 1e6 seconds, not {count} steps "
+            f"in {seconds!r} seconds"
+        )
 
 
 def summary(found: Sequence[Step], commits: Commits | None = None, missing: int = 0) -> Profile:

@@ -166,14 +166,14 @@ class Looker:
         """The service now. Without ``memory``, the memory of its segments and processes is as the last look found
         it."""
         report = counters = None
-        is_silent = False
+        unheard: State = "over"
         supervisor = self.entry.file.supervisor if self.entry.file else 0
         try:
             with Supervisor(self.entry.path, self._timeout) as asked:
                 supervisor = supervisor or asked.pid
                 report = asked.report()
         except (NoAnswerError, PeerProtocolError):  # late, or of a version that this one does not understand
-            is_silent = True
+            unheard = "starting" if self.entry.is_beginning else "silent"
         except (LaunchError, ShutdownError):
             pass
         server_is_late = False
@@ -184,7 +184,7 @@ class Looker:
                 server_is_late = True
             except CentralStorageError:  # it has just died, and another takes its place; or no observer finds a place
                 self._forget()
-        return self._reading(report, counters, supervisor, is_silent, server_is_late, memory)
+        return self._reading(report, counters, supervisor, unheard, server_is_late, memory)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -220,7 +220,7 @@ class Looker:
         report: ServiceReport | None,
         counters: Counters | None,
         supervisor: int,
-        is_silent: bool,
+        unheard: State,
         server_is_late: bool,
         memory: bool,
     ) -> Reading:
@@ -230,7 +230,7 @@ class Looker:
             script = report.controllers[0][0]
         since = report.since if report is not None else file.since if file else None
         shown = self._processes(report, counters, supervisor, script, memory)
-        state, waiting = _state(report, counters, is_silent, server_is_late, shown)
+        state, waiting = _state(report, counters, unheard, server_is_late, shown)
         last, self._last = self._last, counters
         devices = tuple(each.device for each in shown if each.role == "worker" and each.device) or (
             file.devices if file else ()
@@ -372,13 +372,13 @@ def _rate(before: Counters | None, now: Counters | None) -> float | None:
 def _state(
     report: ServiceReport | None,
     counters: Counters | None,
-    is_silent: bool,
+    unheard: State,
     server_is_late: bool,
     shown: tuple[Process, ...],
 ) -> tuple[State, tuple[str, ...]]:
-    """What the service does, and for what it waits."""
+    """What the service does, and for what it waits. ``unheard``: what it does if its supervisor did not report."""
     if report is None:
-        return ("silent", ("the supervisor to answer",)) if is_silent else ("over", ())
+        return unheard, ("the supervisor to answer",) if unheard in ("starting", "silent") else ()
     if report.state == "starting":
         late = tuple(f"{each.label} to be ready" for each in shown if each.state == "starting")
         return "starting", late or (() if report.processes else ("the script to choose its devices",))

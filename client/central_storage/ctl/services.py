@@ -41,6 +41,11 @@ class Entry:
         return False  # its supervisor may be about to lock it
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether its supervisor lives, and does not listen yet."""
+        return not (run_directory.is_free(self.path) or os.path.exists(os.path.join(self.path, "supervisor")))
+
+    @property
     def script_pid(self) -> int:
         """The pid of the script; 0 if there is none. The kernel says that it is still the same process: it is parent or
         child of the supervisor."""

@@ -47,7 +47,9 @@ class _RunDirectory:
     def __init__(self, address: str) -> None:
         directory = checked(address)
         if not os.path.exists(os.path.join(directory, "server")):
-            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
+            raise LaunchError(
+                f"no service answers in {address}; it is starting or has ended, or the address names the wrong run"
+            )
         self._address = address
         self.endpoint = server_endpoint(directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -61,7 +62,9 @@ def test_a_command_is_imported_only_when_it_is_called() -> None:
         (["stop", "--wait", "-1", "/nowhere"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["stop", "--kill-after", "nan", "/nowhere"], 2, "--kill-after is a number of seconds below 1e6, not nan"),
         (["logs", "--lines", "-1"], 2, "--lines must be a number from 1, not -1"),
-        (["profile", "--steps", "0"], 3, "cs-ctl: error: no service runs"),
+        (["profile", "--steps", "0"], 2, "a profile needs at least one step"),
+        (["profile", "--wait", "-1"], 2, "--wait is a number of seconds below 1e6, not -1"),
+        (["profile"], 3, "cs-ctl: error: no service runs"),
         (["top", "--interval", "0"], 2, "--interval is a number of seconds from 0.05 to 1e6, not 0"),
     ],
 )
@@ -189,6 +192,21 @@ def test_bars_of_parts_need_a_terminal(held: Callable[..., RunDirectory], capsys
 def test_a_profile_has_steps(held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", held().path, "--steps", "0"]) == cli.INVALID
     assert "at least one step" in capsys.readouterr().err
+
+
+def test_a_service_whose_supervisor_does_not_listen_yet_is_starting(
+    held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
+    held("train.py")
+    assert cli.main(["ls", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["state"], listed["waiting"]) == ("starting", ["the supervisor to answer"])
+    assert cli.main(["logs"]) == cli.NO_ANSWER
+    assert "has just begun to start; try again" in capsys.readouterr().err
+    assert cli.main(["profile", "--wait", "0"]) == cli.NO_ANSWER
+    said = capsys.readouterr().err
+    assert "is still starting after 0 s, and waits for the supervisor to answer" in said
+    assert "--wait SECONDS waits longer" in said
 
 
 def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
