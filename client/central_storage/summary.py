@@ -29,7 +29,7 @@ from central_storage.diagnostics.tensorflow_names import attributes
 from central_storage.observer.blocking import Observer, connect
 from central_storage.strategy.running import running
 from central_storage.strategy.step_bar import mean_of
-from cs_proto.errors import CentralStorageError, InvalidArgumentError, ShutdownError
+from cs_proto.errors import CentralStorageError, InvalidArgumentError, NoAnswerError, ShutdownError
 from cs_proto.messages import Counters
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ _log = logging.getLogger("central_storage.summary")
 
 # Seconds between two times at which the thread writes what it was given.
 _EVERY = 1.0
-# Seconds that the service gets to answer.
-_TIMEOUT = 5.0
+# Seconds that the service gets to answer; and at the end, as long as it runs.
+_TIMEOUT, _LAST_TIMEOUT = 5.0, 60.0
 #: What may be wrong with a service that is asked: it has ended, or does not answer.
 _UNHEARD = (CentralStorageError, OSError)
 
@@ -59,7 +59,8 @@ class TensorBoard(Closed):
     workers that they share with nobody). Their step is the number of runs of the service.
 
     Everything is written at the end of the ``with`` block, by :meth:`close`, and when the script ends, also by Ctrl-C
-    or an exception. If the script is killed, the last second is lost.
+    or an exception. If the script is killed, the last second is lost. The end asks the service once more. If its answer
+    takes longer than 5 seconds, a warning says so, and the end waits as long as the service runs, for at most 60.
 
     Args:
         directory: The directory of the file, which is made if need be. TensorBoard shows each directory as one run.
@@ -241,13 +242,13 @@ class _Writer:
                 self._lost(error)
 
     def _run(self) -> None:
-        is_over = False
-        while not is_over:
-            if self._service is not None:
-                self._given.extend(self._service.numbers(is_last=self._ended.is_set()))
+        is_last = False
+        while not is_last:
+            is_last = self._ended.is_set()
             with self._lock:
-                self._write()
-            is_over = self._ended.is_set()
+                self._write()  # the service may be slow to answer
+            if self._service is not None:
+                self._given.extend(self._service.numbers(is_last=is_last))
             self._ended.wait(_EVERY)
 
     def _write(self) -> None:
@@ -297,13 +298,17 @@ class _Service:
         if now < self._due and not is_last:
             return []
         try:
-            counters = self._read()
+            counters = self._last() if is_last else self._read()
+        except NoAnswerError as error:  # what is compared with stays: the next numbers are of a longer time
+            _log.debug("no numbers of the service: %s", error)
+            return []
         except _UNHEARD as error:
             _log.debug("no numbers of the service: %s", error)
             self._let_go()
             return []
         if counters is None:
             return []  # it may come yet
+        now = time.monotonic()
         self._due = now + self._every
         found = _numbers(self._before, (now, counters)) if self._before else {}
         if found:
@@ -321,6 +326,27 @@ class _Service:
                 return None
             self._observer = connect(addresses[0], _TIMEOUT)
         return self._observer.statistics()
+
+    def _last(self) -> Counters | None:
+        """As :meth:`_read`, also if the service answers late."""
+        deadline = time.monotonic() + _LAST_TIMEOUT
+        is_named = False
+        while True:
+            try:
+                return self._read()
+            except NoAnswerError as error:
+                if not self._is_running():
+                    raise
+                if time.monotonic() >= deadline:
+                    _log.warning("%s: its last numbers are not written", error)
+                    raise
+                if not is_named:
+                    _log.warning("%s: the end waits for its last numbers, for at most %g s", error, _LAST_TIMEOUT)
+                    is_named = True
+
+    def _is_running(self) -> bool:
+        """Whether a service that is asked runs, as far as this process has heard."""
+        return any(self._address in (None, strategy.address) for strategy in running())
 
     def _let_go(self) -> None:
         observer, self._observer, self._before = self._observer, None, None

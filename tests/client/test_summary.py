@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 import central_storage as cs
 from central_storage import summary
+from central_storage.observer.blocking import Observer
 
 
 def written(directory: Path) -> list[tuple[str, int, float]]:
@@ -167,6 +168,83 @@ def test_the_services_own_numbers_are_those_between_two_looks(tmp_path: Path) ->
     assert found["parameter_bytes"].value == 32.0
     assert found["private_bytes"].value > 1e6  # type: ignore[operator]
     assert service.numbers(is_last=True) == []  # it has ended
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[cs.CentralStorageStrategy, summary._Service]]:
+    """A service, and its numbers, of which the first look is over."""
+    with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as strategy:
+        service = summary._Service(strategy.address, 1e6)
+        assert service.numbers(is_last=False) == []
+        yield strategy, service
+        service._let_go()
+
+
+def answers_late(monkeypatch: pytest.MonkeyPatch, times: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Let the server be late for its next answers."""
+    statistics, left = Observer.statistics, [times]
+
+    def late(observer: Observer) -> cs.Counters:
+        left[0] -= 1
+        if left[0] < 0:
+            return statistics(observer)
+        meanwhile()
+        raise cs.errors.NoAnswerError("the server is late")
+
+    monkeypatch.setattr(Observer, "statistics", late)
+
+
+def test_a_service_that_answers_late_has_its_last_numbers(
+    service: tuple[cs.CentralStorageStrategy, summary._Service],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also if a look before the last one had no answer at all."""
+    service[1]._due = 0.0
+    answers_late(monkeypatch, 1)
+    assert service[1].numbers(is_last=False) == []
+    monkeypatch.undo()
+    answers_late(monkeypatch, 3)
+    assert "service/commits" in [item.name for item in service[1].numbers(is_last=True)]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "the server is late: the end waits for its last numbers, for at most 60 s"
+    ]
+
+
+def test_the_end_waits_for_no_service_that_is_over(
+    service: tuple[cs.CentralStorageStrategy, summary._Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_late(monkeypatch, 1, service[0].shutdown)
+    assert service[1].numbers(is_last=True) == []
+
+
+def test_the_end_does_not_wait_for_ever(
+    service: tuple[cs.CentralStorageStrategy, summary._Service],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers_late(monkeypatch, np.inf)
+    monkeypatch.setattr(summary, "_LAST_TIMEOUT", 0.01)
+    assert service[1].numbers(is_last=True) == []
+    assert "the server is late: its last numbers are not written" in caplog.messages
+
+
+def test_an_end_between_two_looks_has_the_last_numbers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+
+    def numbers(service: summary._Service, *, is_last: bool) -> list[summary._Item]:
+        looked.append(is_last)
+        made._writer._ended.set()  # while the thread looks
+        return []
+
+    monkeypatch.setattr(summary, "_EVERY", 1e6)
+    ready = threading.Event()
+    monkeypatch.setattr(summary._Service, "numbers", lambda *given, **known: ready.wait() and numbers(*given, **known))
+    made = cs.summary.TensorBoard(tmp_path)
+    ready.set()
+    made._writer._thread.join()
+    made.close()
+    assert looked == [False, True]
 
 
 def test_counters_that_began_anew_give_no_numbers() -> None:

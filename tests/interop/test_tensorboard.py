@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.harness.processes import ROOT, start
 from tests.harness.timing import unit
 
 import central_storage as cs
+from central_storage import summary
 
 # Imported by name: make test-interop installs it, and a test that is skipped would hide that it is missing.
 reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
@@ -48,7 +51,23 @@ def strategy() -> Iterator[cs.CentralStorageStrategy]:
         yield strategy
 
 
-def test_tensorboard_reads_the_curves_of_a_training(strategy: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+def with_first_look(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set when the numbers of the service have been read once."""
+    numbers, looked = summary._Service.numbers, threading.Event()
+
+    def looking(service: summary._Service, *, is_last: bool) -> list[summary._Item]:
+        found = numbers(service, is_last=is_last)
+        if service._before is not None:
+            looked.set()
+        return found
+
+    monkeypatch.setattr(summary._Service, "numbers", looking)
+    return looked
+
+
+def test_tensorboard_reads_the_curves_of_a_training(
+    strategy: cs.CentralStorageStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with strategy.scope():
         w = cs.Variable(np.zeros(8, np.float32))
         optimizer = cs.optimizers.SGD(0.1)
@@ -59,10 +78,10 @@ def test_tensorboard_reads_the_curves_of_a_training(strategy: cs.CentralStorageS
         return np.float32(rows.sum())
 
     data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(200).batch(2))
+    looked = with_first_look(monkeypatch)
     with cs.summary.TensorBoard(tmp_path, strategy) as writer:
         strategy.run(step, args=(np.zeros(2),))
-        while writer._writer._service._before is None:  # type: ignore[union-attr]  # until the first look
-            writer.flush()
+        looked.wait()
         for number, losses in enumerate(strategy.run_steps(step, data)):
             writer.scalar("loss/train", losses, number)
         runs = strategy.statistics().runs
@@ -72,6 +91,27 @@ def test_tensorboard_reads_the_curves_of_a_training(strategy: cs.CentralStorageS
     assert found["service/private_bytes"][-1][1] > 1e6
     assert 0 <= found["service/captured_share"][-1][1] <= 1
     assert found["service/commits"][-1][0] == runs
+
+
+def test_the_last_numbers_of_a_service_that_is_stopped_meanwhile_are_there(
+    strategy: cs.CentralStorageStrategy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(summary, "_TIMEOUT", 0.1)
+    server, looked, named = strategy.statistics().pid, with_first_look(monkeypatch), threading.Event()
+    monkeypatch.setattr(summary._log, "warning", lambda *message: named.set())
+    writer = cs.summary.TensorBoard(tmp_path, strategy)
+    looked.wait()
+    os.kill(server, signal.SIGSTOP)
+    try:
+        closing = threading.Thread(target=writer.close)
+        closing.start()
+        named.wait()
+    finally:
+        os.kill(server, signal.SIGCONT)
+    closing.join()
+    assert "service/commits" in curves(tmp_path)
 
 
 @pytest.mark.parametrize(("end", "code"), [("return", 0), ("exception", 1), ("Ctrl-C", -signal.SIGINT)])
