@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,8 @@ def test_a_trial_ends_with_the_doctor(way: str) -> None:
     left = list(Path(os.environ["TMPDIR"]).glob("cs-doctor-*"))
     assert len(left) == (way == "SIGKILL")  # nobody is there to remove the files
     for path in left:
-        shutil.rmtree(path)
+        os.utime(path, times=(time.time() - 3600,) * 2)
+    doctor("--quick")  # it does, and sees that nothing is left
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "1e300", "soon"])

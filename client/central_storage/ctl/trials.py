@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ from cs_runtime.transport.rings import IS_ORDERED
 from .extras import has
 from .trial_script import STEPS, expected
 
-__all__ = ["ON_GPU", "TRANSPORTS", "Transport", "Trial", "attempt", "judged", "transports"]
+__all__ = ["ON_GPU", "TRANSPORTS", "Transport", "Trial", "attempt", "judged", "remove_abandoned", "transports"]
 
 # What the user has set for trainings means nothing to a trial.
 _NOT_FOR_TRIALS = (
@@ -46,6 +51,9 @@ _NOT_FOR_TRIALS = (
 )
 # Seconds. After SIGTERM a launcher ends everything within four.
 _GRACE = 8.0
+# The directories of trials, and the seconds after which one that nobody holds is abandoned.
+_DIRECTORIES, _DIRECTORY = "cs-doctor-", re.compile(r"cs-doctor-\w{8}")
+_ABANDONED_AFTER = 60.0
 _TOO_LATE = "it has not ended after {seconds:g} s"
 _REPORT = "see docs/troubleshooting.md, and report it with this text"
 
@@ -116,7 +124,7 @@ def attempt(transport: Transport, timeout: float) -> Trial:
 
 
 def _attempt(transport: Transport, timeout: float) -> Trial:
-    with tempfile.TemporaryDirectory(prefix="cs-doctor-") as directory:
+    with _directory() as directory:
         result, error = os.path.join(directory, "result"), os.path.join(directory, "error")
         command = [
             *(sys.executable, "-P", "-m", "central_storage.launch.cli", *transport.options),
@@ -207,6 +215,39 @@ def _judged(transport: Transport, trial: Trial) -> Iterator[Finding]:
             f"{trial.steps} steps in {trial.seconds:.2f} s; equal to NumPy, bit for bit; {', '.join(names[:-1])} and "
             f"{names[-1]} see the same bytes, {how}",
         )
+
+
+def remove_abandoned() -> None:
+    """Remove the directories of this user's trials whose doctor was killed."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if _DIRECTORY.fullmatch(entry.name):
+                with suppress(OSError):  # another doctor removes it, or works in it
+                    _remove_if_abandoned(entry.path)
+
+
+def _remove_if_abandoned(path: str) -> None:
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(held)
+        is_ours = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+        if is_ours and time.time() - status.st_mtime > _ABANDONED_AFTER:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def _directory() -> Iterator[str]:
+    """A directory for one trial, which this process holds until it removes it."""
+    with tempfile.TemporaryDirectory(prefix=_DIRECTORIES) as path:
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            yield path
+        finally:
+            os.close(held)
 
 
 @contextmanager

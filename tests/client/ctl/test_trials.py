@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,41 @@ def ended(title: str = MAILBOXES.title, **changes: Any) -> Trial:
 
 def bad_ones(*made: Trial) -> list[Finding]:
     return [finding for finding in trials.judged(made) if finding.level != "good"]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place of temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def make_old(path: Path) -> Path:
+    """Let a directory be an hour old."""
+    os.utime(path, times=(time.time() - 3600,) * 2)
+    return path
+
+
+def test_directories_of_killed_doctors_are_removed_and_no_others(temporary: Path) -> None:
+    abandoned = temporary / "cs-doctor-0abc_def"
+    abandoned.mkdir(0o700)
+    (abandoned / "output").write_text("[w0] hello")
+    make_old(abandoned)
+    kept = [temporary / name for name in ("cs-doctor-young_00", "cs-doctor-", "cs-doctor-0abc_def0", "xcs-doctor-0a0")]
+    for path in kept:
+        path.mkdir(0o700)
+        if "young" not in path.name:
+            make_old(path)
+    opened = temporary / "cs-doctor-opened00"
+    opened.mkdir(0o755)  # a trial's directory is private
+    link = temporary / "cs-doctor-link0000"
+    link.symlink_to(kept[1])
+    with trials._directory() as held:
+        trials.remove_abandoned()
+        assert sorted(temporary.iterdir()) == sorted([*kept, make_old(opened), link, make_old(Path(held))])
+        trials.remove_abandoned()
+        assert sorted(temporary.iterdir()) == sorted([*kept, opened, link, Path(held)])
+    assert not os.path.exists(held)
 
 
 def test_good_trials_are_good() -> None:

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--timeout is a number of seconds, more than 0 and less than 1e6, not {options.timeout:g}"
         )
+    trials.remove_abandoned()
     found: list[Finding] = []
 
     def note(findings: Iterable[Finding]) -> None:
