@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "INVALID",
     "NO_ANSWER",
     "NO_SERVICE",
+    "REFUSED",
     "SCRIPT_FAILED",
     "main",
     "parser_of",
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 #: The exit codes.
-GOOD, FOUND, INVALID, NO_SERVICE, NO_ANSWER, SCRIPT_FAILED = range(6)
+GOOD, FOUND, INVALID, NO_SERVICE, NO_ANSWER, SCRIPT_FAILED, REFUSED = range(7)
 _CTRL_C = 130
 
 #: Name -> module in ``commands``, in the order in which the help lists them.
@@ -72,6 +74,7 @@ exit codes:
   3    no such service
   4    the service does not answer in time, or not as this version expects
   5    the script of estimate failed before its first step
+  6    the operating system refuses something: the output cannot be written to a full disk
   130  Ctrl-C
 """
 
@@ -140,6 +143,7 @@ def _of_command(parser: argparse.ArgumentParser, name: str) -> argparse.Argument
 
 
 def _run(program: str, arguments: Sequence[str], names: set[str | None] | None = None) -> int:
+    _prepare_output()
     try:
         made = parser_of(program, names)
         options = made.parse_args(arguments)
@@ -154,11 +158,29 @@ def _run(program: str, arguments: Sequence[str], names: set[str | None] | None =
     except CentralStorageError as error:  # such as an answer of another version
         return _failed(program, error, NO_ANSWER)
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return GOOD
+    except OSError as error:  # such as a full disk
+        _print_no_more()
+        return _failed(program, error, REFUSED)
     except KeyboardInterrupt:
         return _CTRL_C
     return code
+
+
+def _prepare_output() -> None:
+    """Let everything be printed: into nothing where standard output is closed, and escaped where its encoding lacks a
+    character."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (it is open as long as this process runs)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _print_no_more() -> None:
+    """What is still to be printed, also when Python ends, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(program: str, error: Exception, code: int) -> int:

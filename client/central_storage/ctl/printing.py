@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from cs_proto.sizes import rounded
 from .extras import has
 
 __all__ = ["age", "clock", "is_terminal", "json_line", "line", "number", "plain", "size", "table"]
+
+# A column that is folded has at least so many characters: on a narrower terminal a table is plain, and nothing is cut.
+_FOLDED = 8
 
 
 def is_terminal() -> bool:
@@ -35,9 +39,12 @@ def table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), folded: Sequence[str] = ()
 ) -> None:
     """Print rows below the names of their columns. Columns named in ``right`` are aligned to the right. On a terminal
-    those named in ``folded`` go on in the next line if it is narrow; in a pipe nothing is folded."""
+    those named in ``folded`` go on in the next line if it is narrow. In a pipe, and on a terminal that is too narrow
+    for that, nothing is folded."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    if is_terminal() and has("rich"):
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    least = sum(min(width, _FOLDED) if name in folded else width for name, width in zip(columns, widths, strict=True))
+    if is_terminal() and has("rich") and least + 2 * len(columns) <= shutil.get_terminal_size().columns:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -50,7 +57,6 @@ def table(
             made.add_row(*map(Text, row))
         Console().print(made)
         return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         cells = [
             cell.rjust(width) if name in right else cell.ljust(width)

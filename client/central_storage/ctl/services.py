@@ -12,6 +12,7 @@ from central_storage.launch.service_file import ServiceFile
 from cs_proto.errors import LaunchError
 
 from . import processes
+from .printing import shown
 
 __all__ = ["Entry", "choose", "clean", "find"]
 
@@ -91,6 +92,8 @@ def choose(text: str | None = None) -> Entry:
 
     Raises LaunchError, with the names of those that run, if there is none or if there are several.
     """
+    if text == "":  # of a variable of a shell that is not set, perhaps: the only service is not meant
+        raise LaunchError("no service has an empty name; cs-ctl ls lists the names")
     text = text or os.environ.get("CS_ADDRESS") or None
     if text is not None and ("/" in text or text in (".", "..")):
         return _at(text)
@@ -106,7 +109,7 @@ def choose(text: str | None = None) -> Entry:
             return _at(text)
     if len(found) == 1:
         return found[0]
-    listed = "; ".join(f"{entry.name} in {entry.path}" for entry in found or running) or "none"
+    listed = "; ".join(f"{shown(entry.name)} in {shown(entry.path)}" for entry in found or running) or "none"
     if found:
         which = "several services run" if text is None else f"{text!r} means several services"
         raise LaunchError(f"{which}, name one of them: {listed}")

@@ -54,7 +54,7 @@ class RunDirectory:
         ``keep`` leaves its files (log files) when the run ends. ``is_taken_up`` is called when ``path`` is locked, and
         tells whether the run of a killed supervisor continues; otherwise the files of that run are removed. Raises
         LaunchError if another living process holds ``path`` or if no place is suitable, ConfigurationError if ``path``
-        is too long or not a private directory of this user.
+        is too long, not UTF-8 or not a private directory of this user.
         """
         self.keep = keep
         self._link: str | None = None
@@ -186,7 +186,14 @@ def _never(path: str) -> bool:
     return False
 
 
+def _is_text(path: str) -> bool:
+    """Whether its bytes are UTF-8, which messages and files about it need."""
+    return not any("\ud800" <= char <= "\udfff" for char in path)
+
+
 def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
+    if not _is_text(path):
+        raise ConfigurationError(f"the run directory {path!a} is not UTF-8 text; choose another name")
     if len(os.fsencode(path)) + _LONGEST_NAME > _PATH_NBYTES:
         raise ConfigurationError(
             f"the run directory {path} is too long: a socket's path has at most {_PATH_NBYTES} bytes"
@@ -278,7 +285,7 @@ def _places() -> list[str]:
 
 def _usable(place: str) -> bool:
     length = len(os.fsencode(place)) + len("/cs-01234567") + _LONGEST_NAME
-    return os.path.isabs(place) and length <= _PATH_NBYTES and os.access(place, os.W_OK | os.X_OK)
+    return os.path.isabs(place) and length <= _PATH_NBYTES and _is_text(place) and os.access(place, os.W_OK | os.X_OK)
 
 
 def _is_ours(path: str) -> bool:

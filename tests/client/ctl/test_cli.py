@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.client.ctl.conftest import reading
 from tests.harness.processes import ROOT
 
 from central_storage.ctl import cli, extras, printing, screen
-from central_storage.ctl.commands import completion, doctor, logs, ls, status
+from central_storage.ctl.commands import completion, doctor, logs, ls, status, top
 from central_storage.ctl.reading import Event, Process, Reading, as_json
 from central_storage.ctl.trials import Trial
 from central_storage.launch.checks.finding import Finding
@@ -58,6 +59,7 @@ def test_a_command_is_imported_only_when_it_is_called() -> None:
         (["fly"], 2, "invalid choice: 'fly'"),
         (["status", "--fly"], 2, "unrecognized arguments: --fly"),
         (["status"], 3, "cs-ctl: error: no service runs"),
+        (["stop", ""], 3, "cs-ctl: error: no service has an empty name"),
         (["status", "/nowhere"], 3, "cs-ctl: error: no service runs in /nowhere"),
         (["stop", "--wait", "-1", "/nowhere"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["stop", "--kill-after", "nan", "/nowhere"], 2, "--kill-after is a number of seconds below 1e6, not nan"),
@@ -94,7 +96,7 @@ def test_the_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit, match=r"^0$"):
             cli.main([name, "--version"])
         assert capsys.readouterr().out.startswith(f"cs-ctl {name} ")
-    for code in (0, 1, 2, 3, 4, 130):
+    for code in (*range(7), 130):
         assert f"\n  {code:<4} " in said
         assert f"| {code} |" in GUIDE
 
@@ -182,6 +184,65 @@ def test_a_timeout_is_a_time(
     for command in (["status"], ["logs"], ["stack"]):
         assert cli.main([*command, directory.path, "--timeout", timeout]) == cli.INVALID
         assert "a timeout is a number of seconds" in capsys.readouterr().err
+
+
+def cs_ctl(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run it as a process of its own; ``options`` of :func:`subprocess.run`."""
+    options.setdefault("stdout", subprocess.PIPE)
+    command = [str(Path(sys.executable).with_name("cs-ctl")), *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, check=False, **options)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_full_disk_is_an_error_of_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = cs_ctl("doctor", "--quick", stdout=full)
+    assert ended.returncode == cli.REFUSED
+    assert ended.stderr == b"cs-ctl: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["ls", "--json"], ["completion", "fish"]])
+def test_closed_output_stops_no_command(place: Path, command: list[str]) -> None:
+    ended = cs_ctl(*command, stdout=None, preexec_fn=lambda: os.close(1))
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_what_an_encoding_lacks_is_escaped(held: Callable[..., RunDirectory], place: Path) -> None:
+    held("café.py")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "TMPDIR": str(place)}
+    ended = cs_ctl("ls", env=environment)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert rb"caf\xe9.py" in ended.stdout
+
+
+def test_services_in_an_error_are_on_one_line(
+    held: Callable[..., RunDirectory], short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held("one.py", short / "a\nb")
+    assert cli.main(["status", "other"]) == cli.NO_SERVICE
+    assert capsys.readouterr().err == (
+        rf"cs-ctl: error: no service is called 'other'; these run: a\nb in {short}/a\nb" + "\n"
+    )
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_a_table_is_cut_nowhere(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(printing, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cells = ["train-1f3a", "waiting for replica 1", "1234567", "a-long/path/to/train.py --rate 0.1"]
+    printing.table(["NAME", "STATE", "PID", "SCRIPT"], [cells], folded=["SCRIPT"])
+    said = capsys.readouterr().out
+    assert all(cell in said for cell in cells[:3])
+    assert "".join(cells[3].split()) in "".join(said.split()) or columns == 60  # it is folded into a column
+    assert max(map(len, said.splitlines())) <= columns or columns == 20
+
+
+def test_a_terminal_without_a_size_has_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((0, 0)))
+    assert top._size() == (80, 24)
 
 
 def test_bars_of_parts_need_a_terminal(held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:

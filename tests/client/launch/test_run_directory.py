@@ -123,12 +123,17 @@ def test_a_given_directory_must_be_private_and_short(runtime: Path) -> None:
         RunDirectory(str(runtime / "file"))
     with pytest.raises(ConfigurationError, match="at most 107 bytes"):
         RunDirectory("/tmp/" + "x" * 100)
+    with pytest.raises(ConfigurationError, match=r"mine\\udcff' is not UTF-8 text; choose another name"):
+        RunDirectory(os.fsdecode(os.fsencode(runtime) + b"/mine\xff"))
+    assert not os.path.exists(os.fsencode(runtime) + b"/mine\xff")
 
 
 def test_places_that_will_not_do_are_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = runtime / ("x" * 90)
     deep.mkdir()
-    for unusable in (str(deep), str(runtime / "none"), "relative", ""):
+    strange = os.fsdecode(os.fsencode(runtime) + b"/\xff")
+    os.mkdir(strange)
+    for unusable in (str(deep), strange, str(runtime / "none"), "relative", ""):
         monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
         directory = RunDirectory()
         assert Path(directory.path).parent == Path(os.environ["TMPDIR"])

@@ -143,8 +143,7 @@ class _Top:
                     due = now + self._interval
                     self._look()
                 self._log.read()
-                size = os.get_terminal_size(sys.stdout.fileno())
-                print(_HOME + f"{_REST}\r\n".join(self._drawn(size.columns, size.lines)) + _REST, end="", flush=True)
+                print(_HOME + f"{_REST}\r\n".join(self._drawn(*_size())) + _REST, end="", flush=True)
                 if not self._hear(descriptor, due - time.monotonic()):
                     return 0
 
@@ -222,6 +221,12 @@ class _Top:
             self._label = None if self._label == wanted else wanted
         elif key.startswith(_ESCAPE):
             self._label = None
+
+
+def _size() -> tuple[int, int]:
+    """Columns and rows of the terminal, of which some, as in a container, say that they have none."""
+    columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    return columns or 80, rows or 24
 
 
 @contextmanager
