@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 from nbclient.exceptions import DeadKernelError
 from tests.harness.notebooks import Kernel, notebook
-from tests.harness.processes import ROOT, living_after
+from tests.harness.processes import ROOT, Ended, living_after, run
 from tests.harness.timing import unit
 
 PAGE = (ROOT / "docs/guide/notebooks.md").read_text()
@@ -44,6 +45,11 @@ def in_notebook(script: Callable[[Kernel], Awaitable[None]]) -> None:
             await script(kernel)
 
     asyncio.run(run())
+
+
+def stopped(kernel: Kernel, *options: str) -> Ended:
+    """What ``cs-ctl stop`` says of the service of the notebook."""
+    return run("cs-ctl", "stop", "--json", *options, str(kernel.process.pid))
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -329,5 +335,41 @@ def test_completion_shows_public_names() -> None:
         for internal in ("controller", "adopt", "from_record", "np", "Any", "handles", "remember", "kind"):
             assert not any(internal in each for each in names), internal
         assert not [name for each in names for name in each if name.startswith("_")]
+
+    in_notebook(script)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_cs_ctl_stop_ends_the_service_and_leaves_the_notebook(is_busy: bool) -> None:
+    async def script(kernel: Kernel) -> None:
+        for cell in (STRATEGY, MODEL, STEP):
+            await kernel.run(cell)
+        service = kernel.children()
+        cell = await kernel.run_until(ENDLESS, "one more") if is_busy else None
+        said = json.loads((await asyncio.to_thread(stopped, kernel)).ok().out)
+        assert said["signals"] == ["SIGINT", "SIGTERM"]
+        assert gone(service)
+        if cell is not None:
+            assert re.search("KeyboardInterrupt|ShutdownError", await cell)
+        assert await kernel.run("print(1 + 1)") == "2\n"
+        assert "ShutdownError" in await kernel.run("strategy.run(step)")
+        for text in (STRATEGY, MODEL, STEP):
+            assert "Error" not in await kernel.run(text)  # a new service
+        assert (await kernel.run("print(w.numpy().shape)")) == "(30000,)\n"
+
+    in_notebook(script)
+
+
+def test_cs_ctl_stop_ends_no_service_in_threads_of_a_notebook() -> None:
+    async def script(kernel: Kernel) -> None:
+        await kernel.run(STRATEGY.replace("])", "], in_process=True)"))
+        await kernel.run(MODEL)
+        await kernel.run(STEP)
+        cell = await kernel.run_until(ENDLESS, "one more")
+        ended = await asyncio.to_thread(stopped, kernel, "--wait", "0.5")
+        assert ended.code == 4
+        assert "runs in threads of a notebook: shut it down there" in ended.err
+        assert "KeyboardInterrupt" in await cell
+        assert await kernel.run("strategy.shutdown(); print('shut down')") == "shut down\n"
 
     in_notebook(script)
