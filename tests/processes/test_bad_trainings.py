@@ -1,4 +1,4 @@
-"""The pages "Why is my training slow?" and "Why did it stop?" show what the commands print of bad trainings."""
+"""The pages about slow trainings, stopped ones and profiles show what the commands print of bad trainings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from tests.harness.transcripts import Terminal, files, sections
 pytestmark = pytest.mark.timeout(unit(200))
 
 SLOW, STOPPED = sections("slow-training.md"), sections("stopped-training.md")
+PROFILED = sections("profiling.md")
 
 
 @pytest.mark.parametrize("section", SLOW)
 def test_a_slow_training_is_found_and_mended(section: str) -> None:
     with Terminal(ROOT) as terminal:
         for shown in SLOW[section]:
+            terminal.play(shown)
+
+
+@pytest.mark.parametrize("section", PROFILED)
+def test_a_profile_is_what_the_page_shows(section: str) -> None:
+    with Terminal(ROOT) as terminal:
+        for shown in PROFILED[section]:
             terminal.play(shown)
 
 
