@@ -2,6 +2,7 @@
 
 The number of the mark is that of the run. Its bytes are the number of the *base* and the body of the value. The base is
 one of the last Returns that the worker has sent to this server as messages: both keep the same ones (:class:`Bases`).
+Between the two, if the base has a name, is the number of the step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = ["BASES", "BASE_NBYTES", "Bases", "base_of", "is_base", "marked", "ret
 _BASE = struct.Struct("<Q")
 #: Bytes of the number of the base.
 BASE_NBYTES = _BASE.size
+_MOST_STEPS = 1 << 62
 #: How many bases a worker and its server keep.
 BASES = 8
 
@@ -31,13 +33,13 @@ def is_base(record: Return) -> bool:
     return not any(update.sparse for note in record.notes if isinstance(note, ApplyPoint) for update in note.updates)
 
 
-def marked(base: int, value: bytes) -> bytes:
-    """The bytes of a mark.
+def marked(base: int, value: bytes, step: int | None = None) -> bytes:
+    """The bytes of a mark. ``step``: of a base with a name.
 
     >>> marked(5, b"value")
     b'\\x05\\x00\\x00\\x00\\x00\\x00\\x00\\x00value'
     """
-    return _BASE.pack(base) + value
+    return _BASE.pack(base) + (b"" if step is None else _BASE.pack(step)) + value
 
 
 def base_of(body: bytes) -> int:
@@ -47,7 +49,10 @@ def base_of(body: bytes) -> int:
 
 def returned(base: Return, run: int, body: bytes) -> Return:
     """The Return that the mark of ``run`` stands for. Its bytes name ``base``."""
-    return altered(base, run=(run,), value=Value(body[BASE_NBYTES:], ()))
+    if not base.name:
+        return altered(base, run=(run,), value=Value(body[BASE_NBYTES:], ()))
+    step = min(int.from_bytes(body[BASE_NBYTES : 2 * BASE_NBYTES], "little"), _MOST_STEPS)
+    return altered(base, run=(run,), value=Value(body[2 * BASE_NBYTES :], ()), offset=step - run)
 
 
 class Bases:
@@ -77,10 +82,11 @@ class Bases:
         """The base with this number, if it is kept."""
         return self._kept.get(number)
 
-    def find(self, series: int, lookahead: int, notes: Sequence[Note], count: int) -> Return | None:
-        """The newest base of runs that bring this."""
+    def find(self, series: int, lookahead: int, notes: Sequence[Note], count: int, name: str) -> Return | None:
+        """The newest base of runs that bring this, which has no name or this one."""
         notes = tuple(notes)
         for base in reversed(self._kept.values()):
-            if (base.series, base.lookahead, base.count) == (series, lookahead, count) and base.notes == notes:
+            is_like = (base.series, base.lookahead, base.count) == (series, lookahead, count)
+            if is_like and base.name in ("", name) and base.notes == notes:
                 return base
         return None

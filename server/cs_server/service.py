@@ -95,6 +95,7 @@ from .events import (
 from .memory.array_places import arrays_of
 from .memory.segment_server import carry
 from .memory.segments import Segments
+from .numerics import Numerics
 from .step_program import StepProgram
 from .unsent import Unsent
 
@@ -146,7 +147,8 @@ class Service:
         self._arena_nbytes = addresses.arena
         account = _open_account(config, segments)
         self._engine = _open_engine(config, segments, addresses, account)
-        self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes)
+        self._numerics = Numerics(segments, self._engine.variable)
+        self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes, self._numerics)
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
         self._complaints = Complaints(_log)
@@ -339,6 +341,8 @@ class Service:
             _log.debug("from %r: %.300r", peer, record)
         if type(record) is Return:
             self._bases[peer].keep(record)
+        if isinstance(record, Ask | Return):
+            self._numerics.heard(record)
         _moment("decoded", _run_of(record))
         return record
 
@@ -354,7 +358,9 @@ class Service:
             return None
         _log.debug("from %r: the mark of run %d", peer, run)
         _moment("decoded", run)
-        return marks.returned(base, run, body)
+        returned = marks.returned(base, run, body)
+        self._numerics.heard(returned)
+        return returned
 
     def _check_places(self, peer: bytes, record: Record) -> None:
         """Raise PeerProtocolError if an array of ``record`` lies in a segment that ``peer`` may not write, or outside
@@ -439,6 +445,7 @@ class Service:
         if isinstance(record, Counters):
             mail = self._channel.mailboxes
             record = replace(record, posted=mail.posted, doorbells=mail.rung + mail.woken)
+            record = self._numerics.counted(record)
         self._transmit(peer, record)
 
     def _controller_at(self, peer: bytes) -> str:

@@ -24,6 +24,7 @@ from .compute.prepared import Prepared
 from .compute.programs import WORDS_PER_INSTRUCTION, Instruction, Op, Program
 from .engine.step_plans import NextStep
 from .engine.store.account import BODY_NBYTES, KIND_NBYTES, KINDS, Account
+from .events import Commit
 
 __all__ = ["StepProgram"]
 
@@ -38,9 +39,11 @@ _KIND_WORDS = struct.Struct(f"{1 + KINDS}Q")
 
 
 class _Made(NamedTuple):
-    """A program, of what it is made, its own words, and the number of the first instruction that fills the account."""
+    """A program and what it does after its commit; of what it is made, its own words, and the number of the first
+    instruction that fills the account. A program stops after its commit if a sum of gradients was not finite."""
 
     program: Program
+    end: Program
     of: tuple[object, ...]
     words: memoryview
     copies: int
@@ -68,6 +71,8 @@ class StepProgram:
         self._boxes: list[Mailbox] = []
         self._programs: dict[int, _Made] = {}  # by kind
         self._ready: _Made | None = None
+        self._commit: Commit | None = None
+        self._name = ""
         self._expected: list[int] = []
         self._is_of_series = False
         #: The run of the step that is looked for, or was carried out last.
@@ -84,7 +89,7 @@ class StepProgram:
         boxes = [box for peer in step.workers if (box := self._mailboxes.box(peer)) is not None]
         numbers: list[int] = []
         for peer, each in zip(step.workers, step.returns, strict=True):
-            if (base := bases[peer].find(each.series, each.lookahead, each.notes, each.count)) is not None:
+            if (base := bases[peer].find(each.series, each.lookahead, each.notes, each.count, each.name)) is not None:
                 numbers.append(base.run[0])
         if not len(boxes) == len(numbers) == len(step.workers):
             return True
@@ -102,7 +107,7 @@ class StepProgram:
         self._set(made, step, numbers)
         if step.commit is not None and prepared is not None:
             prepared.set_ticket(step.commit.ticket)
-        self._ready = made
+        self._ready, self._commit, self._name = made, step.commit, step.returns[0].name
         for box in boxes:
             box.keeps_marks = True
         self._mailboxes.attend = self._attend
@@ -132,10 +137,13 @@ class StepProgram:
         instructions.append((Op.ADD, self._account.begun_address, 1, 0))
         if step.commit is not None and prepared is not None:
             instructions += self._runner.instructions(step.commit, prepared)
+            instructions.append((Op.EQUAL, prepared.alarm_address, address + 8 * _ZERO, 0))
+        end: list[Instruction] = []
         if step.is_of_series:
             for box, first in zip(boxes, own, strict=True):
-                instructions.append((Op.MOVE, box.address(MARK, is_incoming=False), first + 8 * _END, 0))
-        return _Made(Program(instructions, [words, self._account, prepared, *boxes]), made_of, words.data, copies)
+                end.append((Op.MOVE, box.address(MARK, is_incoming=False), first + 8 * _END, 0))
+        kept = [words, self._account, prepared, *boxes]
+        return _Made(Program([*instructions, *end], kept), Program(end, kept), made_of, words.data, copies)
 
     def _set(self, made: _Made, step: NextStep, bases: Sequence[int]) -> None:
         """Set what changes from one step to the next."""
@@ -174,6 +182,10 @@ class StepProgram:
             if not self.is_ready:
                 return True
         is_done = self._ready.program.run()
+        if not is_done and self._commit is not None:
+            number = self._boxes[0].incoming.words[BODY + 2]  # as in marks.returned, where there is a name
+            named = (self._name, number) if self._name else None
+            is_done = self._runner.heed_alarm(self._commit, named) and self._ready.end.run()
         self.stop()
         if not is_done:  # the step is not the next one, or a base or a mailbox is not what was expected
             return True

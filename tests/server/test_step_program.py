@@ -31,12 +31,22 @@ class Runner:
         self.commits = np.zeros(1, np.int64)
         self.tickets: list[int] = []
         self.can = True
+        self.alarm = np.zeros(1, np.int64)
+        self.alarm_address = self.alarm.__array_interface__["data"][0]
+        self.heeded: list[int] = []
 
     def prepare(self, command: Commit) -> Runner | None:
         return self if self.can else None
 
     def set_ticket(self, ticket: int) -> None:
         self.tickets.append(ticket)
+
+    def heed_alarm(self, command: Commit, step: tuple[str, int] | None) -> bool:
+        if not self.alarm[0]:
+            return False
+        self.heeded.append(command.ticket)
+        self.alarm[0] = 0
+        return True
 
     def instructions(self, command: Commit, prepared: Runner) -> list[Instruction]:
         return [(Op.ADD, self.commits.__array_interface__["data"][0], 1, 0)]
@@ -110,6 +120,30 @@ class World:
 def world() -> Iterator[World]:
     with ExitStack() as stack:
         yield World(stack)
+
+
+@pytest.mark.parametrize("is_of_series", [True, False])
+def test_an_alarm_is_heeded_before_the_end_of_the_step_is_said(world: World, is_of_series: bool) -> None:
+    said: list[list[object]] = []
+    heed = world.runner.heed_alarm
+
+    def heed_alarm(command: Commit, step: tuple[str, int] | None) -> bool:
+        is_set = heed(command, step)
+        if is_set:
+            said.append([world.heard(replica) for replica in range(2)])
+        return bool(is_set)
+
+    world.runner.heed_alarm = heed_alarm
+    for run in (4, 5, 6):
+        assert world.prepare(run, is_of_series=is_of_series)
+        world.runner.alarm[0] = run == 5
+        for replica in range(2):
+            world.mark(replica, run)
+        assert world.mail() == []
+        assert (world.done, world.runner.commits[0]) == (run - 3, run - 3)
+        assert [world.heard(replica) for replica in range(2)] == [Mark(run, b"") if is_of_series else None] * 2
+    assert world.runner.heeded == [105]
+    assert said == [[None, None]]
 
 
 @pytest.mark.parametrize("is_of_series", [True, False])

@@ -42,6 +42,7 @@ from cs_proto.messages import (
     RunFinished,
     Statistics,
     StepFinished,
+    Variable,
     WaitReport,
 )
 from cs_proto.records import Record, replace
@@ -62,7 +63,7 @@ from cs_server.events import (
 
 from . import dispatch, sessions
 from .captured_steps import CapturedSteps, is_small
-from .catalogue import optimizers, slabs
+from .catalogue import optimizers, slabs, variables
 from .step_plans import NextStep
 from .steps import progress, replay_check, runs
 from .store.account import Account, account_nbytes
@@ -164,6 +165,10 @@ class Engine:
     def writer(self, peer: bytes) -> str:
         """As :func:`.sessions.writer`."""
         return sessions.writer(self._server, peer)
+
+    def variable(self, number: int) -> Variable:
+        """The variable with this number, but for its version. Raises InvalidArgumentError if there is none."""
+        return variables.row(self._server, number)
 
     @property
     def results_nbytes(self) -> int:

@@ -69,5 +69,7 @@ class MarkedReturns:
             return None
         if run.changes or len(run.run) > 1 or value.arrays:
             return None
-        base = self._bases.find(run.series, run.lookahead, notes, count)
-        return None if base is None else marks.marked(base.run[0], value.body)
+        base = self._bases.find(run.series, run.lookahead, notes, count, run.name)
+        if base is None:
+            return None
+        return marks.marked(base.run[0], value.body, run.step if base.name else None)
