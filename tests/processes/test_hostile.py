@@ -3,11 +3,13 @@ processes, memory and descriptors are back at the baseline, and the log stays sh
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +20,11 @@ import zmq
 from tests.harness.processes import start
 from tests.harness.timing import unit
 from tests.processes.test_open_files import TRAINS, Training, service_pids
+from tests.processes.test_rogue import observer
 
 import central_storage as cs
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.codec import encode
+from cs_proto.codec import decode, encode
 from cs_proto.messages import (
     PROTOCOL,
     Assign,
@@ -39,6 +42,7 @@ from cs_proto.messages import (
     Statistics,
     Value,
     VariableSpec,
+    Welcome,
     Worker,
 )
 
@@ -55,7 +59,7 @@ CORPUS = [
     [bytes(part) for part in encode(record)]
     for record in (
         Hello(PROTOCOL, "observer", "9", 1),
-        Register(PROTOCOL, Worker(0, 2, 1, "cpu:0", "")),
+        Register(PROTOCOL, Worker(0, 2, 1, "cpu:0")),
         Get(1, (1,), ("w",), True),
         Describe(1, (1,), ()),
         Statistics(1),
@@ -179,29 +183,31 @@ def test_junk_connections_cost_nothing_that_stays(baseline: Baseline, name: str,
     reads(baseline.training.address)
 
 
-def hostile(baseline: Baseline, count: int) -> None:
-    """Send ``count`` damaged messages to the server and to a worker. One of three peers reads no answer."""
-    chance = random.Random(2)
-    with zmq.Context() as context:
+def hostile(baseline: Baseline, count: int) -> int:
+    """Send ``count`` damaged messages to the server and to a worker, half of them from observers that the supervisor
+    has introduced; the others come from strangers. One of three peers reads no answer. Return the number of answers."""
+    chance, address, answers = random.Random(2), baseline.training.address, 0
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
         links = []
         for number in range(12):
-            link = context.socket(zmq.DEALER)
+            link = stack.enter_context(context.socket(zmq.DEALER))
             link.setsockopt(zmq.LINGER, 0)
             link.setsockopt(zmq.SNDTIMEO, int(unit(30) * 1000))
-            link.setsockopt(zmq.IDENTITY, b"x%d" % number)
-            link.connect(f"ipc://{baseline.training.address}/{'w0.1' if number % 4 == 0 else 'server'}")
+            is_known = number % 4 in (1, 2)
+            name = stack.enter_context(observer(address)).name if is_known else b"x%d" % number
+            link.setsockopt(zmq.IDENTITY, name)
+            link.connect(f"ipc://{address}/{'w0.1' if number % 4 == 0 else 'server'}")
             links.append(link)
-        try:
-            for _ in range(count):
-                link = chance.choice(links)
-                link.send_multipart(damaged(chance))
-                if links.index(link) % 3:
-                    while link.poll(0):
-                        link.recv_multipart()
-            reads(baseline.training.address)
-        finally:
-            for link in links:
-                link.close()
+        for _ in range(count):
+            link = chance.choice(links)
+            link.send_multipart(damaged(chance))
+            if links.index(link) % 3:
+                while link.poll(0):
+                    link.recv_multipart()
+                    answers += 1
+        reads(address)
+    return answers
 
 
 @pytest.mark.timeout(unit(200))
@@ -209,7 +215,7 @@ def hostile(baseline: Baseline, count: int) -> None:
     "count", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(unit(1800))])]
 )
 def test_hostile_messages_are_refused_and_forgotten(baseline: Baseline, count: int) -> None:
-    hostile(baseline, count)
+    assert hostile(baseline, count) > count // 100  # they are heard
     baseline.check()
     reads(baseline.training.address)
 
@@ -217,15 +223,19 @@ def test_hostile_messages_are_refused_and_forgotten(baseline: Baseline, count: i
 @pytest.mark.timeout(unit(200))
 def test_a_peer_that_never_takes_its_answers_costs_a_bounded_amount(baseline: Baseline) -> None:
     server = baseline.training.pids["server"]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+    address = baseline.training.address
+    with observer(address) as known, zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.IDENTITY, known.name)
         link.setsockopt(zmq.LINGER, 0)
         link.setsockopt(zmq.RCVHWM, 1)
         link.setsockopt(zmq.SNDTIMEO, int(unit(30) * 1000))
-        link.connect(f"ipc://{baseline.training.address}/server")
-        link.send_multipart(encode(Hello(PROTOCOL, "observer", "7", 1)))
+        link.setsockopt(zmq.RCVTIMEO, int(unit(30) * 1000))
+        link.connect(f"ipc://{address}/server")
+        link.send_multipart(encode(Hello(PROTOCOL, "observer", known.client, os.getpid())))
+        assert isinstance(decode(link.recv_multipart()), Welcome)
         for number in range(1, 10_001):
             link.send_multipart(encode(Get(number, (), ("w",), True)))
             link.send_multipart(encode(Statistics(number)))
-        reads(baseline.training.address)  # the server has heard whoever came before
+        reads(address)  # the server has heard whoever came before
         assert private_nbytes(server) - baseline.memory["server"] < 64 * MIB
     baseline.check()

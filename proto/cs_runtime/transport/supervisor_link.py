@@ -107,12 +107,14 @@ def connect(run_directory: str, timeout: float | None = None) -> socket.socket:
     connection within ``timeout`` seconds (None: no limit)."""
     path = checked(run_directory)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.settimeout(timeout)
+    # A socket that does not block would be refused at once while others wait to be accepted.
+    limit = 0.0 if timeout is None else max(timeout, 1e-6)
     try:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(limit), int(limit % 1 * 1e6)))
         link.connect(os.path.join(path, "supervisor"))
-        link.settimeout(None)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    except TimeoutError as error:
+    except BlockingIOError as error:
         link.close()
         raise NoAnswerError(f"the supervisor in {run_directory} did not answer within {timeout:g} s") from error
     except OSError as error:
