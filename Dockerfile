@@ -1,4 +1,6 @@
-# One image for server, workers and scripts. BASE needs Python 3.11 or later with venv, and nothing else.
+# One image for server, workers and scripts. BASE needs Python 3.11 or later with venv, and nothing else. To pin it, name
+# it by digest, as `docker image inspect --format '{{index .RepoDigests 0}}' python:3.11-slim` prints it:
+#   docker build --build-arg BASE=python@sha256:<digest> .
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS build

@@ -26,7 +26,7 @@ export NO_MKDOCS_2_WARNING = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
+.PHONY: help demo setup setup-locked lock check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
         lint pytest fmt docs docs-serve dist soak bench bench-quick bench-models compare-tf compare-torch compare-jax clean
 
 help:  ## show this list
@@ -36,6 +36,17 @@ demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers an
 	PATH="$(abspath $(BIN)):$$PATH" $(DEMO)
 
 setup: $(VENV)/.installed-dev  ## create the virtual environment for development
+
+setup-locked: | $(BIN)/python  ## the same, with exactly the files whose hashes requirements-dev.lock has
+	@$(INSTALL) --require-hashes -r requirements-dev.lock
+	@$(INSTALL) --no-deps --no-build-isolation --no-index -e .
+	@touch $(VENV)/.installed-dev $(VENV)/.installed-demo
+
+lock:  ## write requirements-dev.lock anew, for every Python and machine; needs uv, and a package index
+	@printf 'editables\npip\n' | uv pip compile pyproject.toml - --extra dev --universal --python-version 3.11 \
+		--generate-hashes --no-header --no-annotate --quiet > build-lock.tmp
+	@{ sed -n '/^#/p' requirements-dev.lock; cat build-lock.tmp; } > requirements-dev.lock.new
+	@rm build-lock.tmp && mv requirements-dev.lock.new requirements-dev.lock
 
 check: $(VENV)/.installed-dev  ## style, types, contracts, and the quick tests that start no service: a minute and a half
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
@@ -97,8 +108,8 @@ fmt: $(VENV)/.installed-dev  ## fix style problems automatically
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-dist: $(VENV)/.installed-dev  ## build the wheel and the sdist into dist/
-	@$(BIN)/python -m hatchling build --clean
+dist: $(VENV)/.installed-dev  ## build the wheel and the sdist into dist/; the same bytes for the same tree
+	@SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build --clean
 
 bench: $(VENV)/.installed-interop  ## compare speed with other systems: goals, benchmarks/results.json and charts; below 40 minutes
 	@$(BIN)/python benchmarks/bench.py

@@ -27,6 +27,7 @@ import pytest
 import zmq
 from _pytest.doctest import DoctestItem, DoctestModule
 from tests.harness import leftovers
+from tests.harness.inet import Watch
 from tests.harness.processes import MARK
 from tests.harness.timing import unit
 
@@ -66,6 +67,7 @@ hypothesis.settings.load_profile("quick")
 
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
+_watch = pytest.StashKey[Watch]()
 _collecting = pytest.StashKey[TextIO]()
 _LOG_LINES = 40
 #: The fixtures in the folders of ``make check`` that start a service, or stand-ins for one.
@@ -100,10 +102,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # These open their files here rather than in the first test, which would leave them behind.
     configure_logging("script")
     stacks.keep_ready()
+    config.stash[_watch] = Watch(os.environ[MARK])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the session's directory."""
+    config.stash[_watch].close()
     shutil.rmtree(config.stash[_directory], ignore_errors=True)
 
 
@@ -188,15 +192,19 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that passes but leaves a process, thread, descriptor, run directory or shared memory fails."""
+    """A test that passes but leaves a process, thread, descriptor, run directory or shared memory fails. So does one in
+    which a process of a service has had an inet socket."""
     before = leftovers.take()
     yield
+    sockets = request.config.stash[_watch].found()
     left = leftovers.since(before)
     if left:
         text = str(left)
         left.end()
         if not request.node.stash.get(_failed, False):
             pytest.fail(f"the test left behind:\n{text}", pytrace=False)
+    if sockets and not request.node.stash.get(_failed, False):
+        pytest.fail("\n".join(["processes of a service have inet sockets:", *sockets]), pytrace=False)
 
 
 def why_no_gpu() -> str | None:

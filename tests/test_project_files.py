@@ -91,3 +91,12 @@ def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match=r"^0$"):
         getattr(importlib.import_module(module), name)(["--version"])
     assert capsys.readouterr().out == f"{command} {cs.__version__}\n"
+
+
+def test_every_claim_of_the_security_page_names_a_test_that_exists() -> None:
+    claims = re.findall(
+        r"^\| .* \| `(tests/[\w/.]+)(?:::(\w+))?` \|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE
+    )
+    assert len(claims) > 10
+    for path, name in claims:
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), (path, name)

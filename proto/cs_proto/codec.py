@@ -315,9 +315,9 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
         wire: Any = record.to_wire(frames)
         if frames:
             return None
-        _, _, *before, (code, body, arrays), error, series, lookahead, client, changes = wire
+        _, _, *before, (code, body, arrays), error, series, lookahead, client, changes, name, offset = wire
         between = b"".join(map(pack, before)) + b"\x93" + pack(code)
-        behind = b"".join(map(pack, (arrays, error, series, lookahead, client, changes)))
+        behind = b"".join(map(pack, (arrays, error, series, lookahead, client, changes, name, offset)))
         return between, pack(body), behind, altered(record, value=None)
     if type(record) is Run and not (record.function or record.held or record.changes):
         wire = record.to_wire([])

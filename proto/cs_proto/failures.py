@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from .errors import code_of
 from .messages import Died, Error
+from .printable import printable
 
-__all__ = ["TEXT_LENGTH", "error_of", "last_lines"]
+__all__ = ["TEXT_LENGTH", "error_of", "last_lines", "text_of"]
 
 #: Longest message and longest traceback, in characters. A long traceback keeps its end, which names the failure.
 TEXT_LENGTH = 64 * 1024
@@ -33,9 +34,14 @@ def error_of(exception: BaseException, replica: int = -1, merge_index: int = 0, 
     )
 
 
+def text_of(error: Error) -> str:
+    """The message of a peer's error, as a terminal may show it."""
+    return printable(error.message, lines=True)
+
+
 def last_lines(died: Died) -> str:
     """The last output of a process that died, as the end of an error message."""
-    return f". Its last lines:\n{died.log}" if died.log else ""
+    return f". Its last lines:\n{printable(died.log, lines=True)}" if died.log else ""
 
 
 def _message(exception: BaseException) -> str:

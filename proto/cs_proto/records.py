@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
-from .frozen import fields_of, frozen, hash_of, name_fields, refuse_change, refuse_deletion, repr_of
+from .frozen import fields_of, frozen, hash_of, name_fields, refuse_change, refuse_deletion
 
 __all__ = [
     "RECORDS",
@@ -41,6 +41,7 @@ __all__ = [
     "from_wire",
     "record",
     "replace",
+    "show_bytes",
     "shown",
 ]
 
@@ -107,6 +108,17 @@ class Frame:
         return f"<{self.nbytes} bytes>"
 
 
+# Whether the ``repr`` of a record shows its bytes.
+_bytes_are_shown = False
+
+
+def show_bytes(wanted: bool) -> None:
+    """Say whether the ``repr`` of a record shows its bytes, which hold arguments and results. It does not until then,
+    so that log files hold none of them."""
+    global _bytes_are_shown
+    _bytes_are_shown = wanted
+
+
 class Record:
     """Base of every record. Subclasses add :meth:`check` for rules that types cannot express."""
 
@@ -134,7 +146,9 @@ class Record:
         return type(other) is type(self) and self.__dict__ == other.__dict__
 
     __hash__ = hash_of
-    __repr__ = repr_of
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={_shown(each)}' for name, each in vars(self).items())})"
 
     def check(self) -> None:
         """Raise :class:`LocalProtocolError` if the fields do not fit each other."""
@@ -142,6 +156,15 @@ class Record:
     def refuse(self, reason: str) -> typing.NoReturn:
         """Raise the error of a failed :meth:`check`."""
         raise LocalProtocolError(f"{type(self).__name__}: {reason}")
+
+
+def _shown(value: object) -> str:
+    """The ``repr`` of a field."""
+    if type(value) is bytes and not _bytes_are_shown:
+        return f"<{len(value)} bytes>"
+    if type(value) is tuple:
+        return f"({', '.join(map(_shown, value))}{',' * (len(value) == 1)})"
+    return repr(value)
 
 
 R = TypeVar("R", bound=Record)

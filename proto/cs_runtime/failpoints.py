@@ -36,6 +36,7 @@ FAILPOINTS = (
     "server.kept",  # the old values of a piece of a commit are kept; nothing of it is overwritten
     "server.phase",  # a phase of a commit is done, and not recorded
     "server.pass",  # an instruction of a program is done
+    "server.looked",  # the gradients of a commit with an alarm have been looked at, and the alarm is still set
     "server.committed",  # all bytes have changed; the engine has not been told
     "server.send",  # before a message is sent
     # worker

@@ -12,6 +12,8 @@ from contextlib import suppress
 
 from cs_proto.frozen import frozen
 
+from .private_files import open_private
+
 __all__ = ["RunFile"]
 
 _NAME = "run"
@@ -47,7 +49,9 @@ class RunFile:
     def write(self, directory: str) -> None:
         """Write the file atomically. Raises OSError."""
         draft = os.path.join(directory, _DRAFT)
-        with open(draft, "w", encoding="utf-8") as file:
+        with suppress(FileNotFoundError):  # of a supervisor that was killed
+            os.unlink(draft)
+        with open_private(draft, "x") as file:
             json.dump(vars(self), file)
         os.replace(draft, os.path.join(directory, _NAME))
 

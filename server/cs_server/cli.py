@@ -1,7 +1,8 @@
 """The command line of the server, ``cs-server``: turns options into a configuration, and the end into an exit code.
 
 The supervisor starts servers with it; users never type it. No other module of the server reads the environment:
-``CS_LOG`` names the lowest level that goes to stderr, ``CS_MESSAGES_DIR`` the directory of the log files.
+``CS_LOG`` names the lowest level that goes to stderr, ``CS_MESSAGES_DIR`` the directory of the log files, and
+``CS_LOG_VALUES=on`` has them show bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
+from cs_proto.printable import printable
 from cs_proto.version import __version__
 from cs_runtime import machine, open_files, stacks
+from cs_runtime.logs import Formatter, MessagesFile, asked_level
 from cs_runtime.waits import name_waits_after
 
 from .config import ServerConfig
@@ -51,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     stacks.keep_ready()
     open_files.raise_limit()
-    _configure_logging()
     try:
+        _configure_logging()
         config = ServerConfig(
             run_directory=options.run_directory,
             parameter_device=options.parameter_device,
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name_after=name_waits_after(),
         )
     except (ConfigurationError, DeviceError) as error:
-        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        print(printable(f"{parser.prog}: {type(error).__name__}: {error}", lines=True), file=sys.stderr)  # noqa: T201
         return 2
     gc.disable()  # imported modules stay; collecting garbage among them takes a fifth of the import time
     from .serving import serve  # zmq and the kernels: not for --help
@@ -76,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         serve(config)
     except (ConfigurationError, LaunchError, MemoryPlanError) as error:
-        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        print(printable(f"{parser.prog}: {type(error).__name__}: {error}", lines=True), file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
@@ -115,16 +118,12 @@ def _configure_logging() -> None:
 
     ``debug`` shows every message; the default is warnings.
     """
-    asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
+    asked = asked_level(logging.WARNING)
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(asked)
+    shown.setFormatter(Formatter())
     handlers: list[logging.Handler] = [shown]
     if directory := os.environ.get("CS_MESSAGES_DIR"):
-        handlers.append(logging.FileHandler(os.path.join(directory, f"server.{os.getpid()}.messages")))
-    logging.basicConfig(
-        level=asked if len(handlers) == 1 else logging.DEBUG,
-        handlers=handlers,
-        format="%(asctime)s.%(msecs)03d %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+        handlers.append(MessagesFile(directory, "server"))
+    logging.basicConfig(level=asked if len(handlers) == 1 else logging.DEBUG, handlers=handlers)
     logging.getLogger("numba").setLevel(logging.WARNING)  # it logs every step of the compiler

@@ -51,6 +51,7 @@ from .events import (
     Reserved,
 )
 from .memory.segments import Segments
+from .numerics import Numerics
 from .variable_store import VariableStore, open_store
 
 __all__ = ["CommandRunner", "open_runner"]
@@ -67,14 +68,17 @@ _COMMITS, _LAYOUT = 0, 1
 class CommandRunner:
     """Carries out commands on the memory of one server. Used by one thread."""
 
-    def __init__(self, segments: Segments, store: VariableStore, arithmetic: Executor, results: Arena) -> None:
+    def __init__(
+        self, segments: Segments, store: VariableStore, arithmetic: Executor, results: Arena, numerics: Numerics
+    ) -> None:
         """``results`` is where ``arithmetic`` puts what it computes. The control segment and that of the versions have
-        been made."""
+        been made. ``numerics`` is told of commits in which a sum of gradients was not finite."""
         self._segments = segments
         #: Where the variables lie.
         self.store = store
         self._arithmetic = arithmetic
         self._results = results
+        self._numerics = numerics
         counts = segments.elements(names.CONTROL, "uint8")[: 2 * _WORD_NBYTES]
         self._counts, self._counts_address = counts.data.cast("Q"), counts.__array_interface__["data"][0]
         self._versions = Versions(segments.elements(names.versions(), "uint64"))
@@ -123,11 +127,22 @@ class CommandRunner:
         versions = [(Op.ADD, address, 1, 0) for address in self._versions.addresses(command)]
         return [(Op.ADD, commits, 1, 0), *versions, *prepared.instructions, (Op.ADD, commits, 1, 0)]
 
+    def heed_alarm(self, command: Commit, step: tuple[str, int] | None = None) -> bool:
+        """Whether a sum of gradients in ``command``, which is carried out, was not finite. It is looked into, so the
+        replicas must not have gone on. ``step``: as in `Numerics.look`."""
+        if not self._arithmetic.alarm[0]:
+            return False
+        self._numerics.look(command, step)
+        failpoint("server.looked")
+        self._arithmetic.alarm[0] = 0
+        return True
+
     def _commit(self, command: Commit) -> Finished:
         self._counts[_COMMITS] |= 1  # odd from here, also where a server before this one was killed
         failpoint("server.commit")
         self._versions.count(command)
         self.store.commit(command)
+        self.heed_alarm(command)
         failpoint("server.committed")
         self._counts[_COMMITS] += 1
         _moment("committed")
@@ -174,14 +189,16 @@ class CommandRunner:
         return with_changes(asked, granted=tuple(granted))
 
 
-def open_runner(config: ServerConfig, segments: Segments, addresses: Addresses, results_nbytes: int) -> CommandRunner:
+def open_runner(
+    config: ServerConfig, segments: Segments, addresses: Addresses, results_nbytes: int, numerics: Numerics
+) -> CommandRunner:
     """A runner over the memory of a server, whose arena holds ``results_nbytes`` that must stay. Raises DeviceError
     where a GPU cannot be used."""
     results = Arena(lambda: segments.make(names.server_arena(), addresses.arena, ""), results_nbytes)
     arithmetic = Executor(segments, config.threads, results.place, _undo_memory(config, segments))
     store = open_store(config, segments, arithmetic, addresses.slab)
     segments.get(names.versions()).reserve(0, mmap.PAGESIZE)
-    return CommandRunner(segments, store, arithmetic, results)
+    return CommandRunner(segments, store, arithmetic, results, numerics)
 
 
 def _undo_memory(config: ServerConfig, segments: Segments) -> np.ndarray | None:

@@ -13,6 +13,7 @@ from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_REPLICAS
 from cs_proto.pace import NAME_AFTER
+from cs_proto.peers import server_endpoint
 
 __all__ = ["ServerConfig"]
 
@@ -68,4 +69,4 @@ class ServerConfig:
     @property
     def endpoint(self) -> str:
         """The address at which the server listens."""
-        return f"ipc://{self.run_directory}/server"
+        return server_endpoint(self.run_directory)

@@ -239,7 +239,8 @@ class Apply:
     ``weights``, in replica order, multiply the gradients of each replica before they are added up; a weight of 0 leaves
     a replica out. No weights: all are 1. ``global_clipnorm`` bounds the norm of the summed gradients of all
     ``updates`` together, after the bounds of each optimizer: the factor is
-    ``min(1, global_clipnorm / (norm + clip_epsilon))``.
+    ``min(1, global_clipnorm / (norm + clip_epsilon))``. ``watched`` is the call site of an apply whose gradients are
+    watched (`ApplyPoint.is_watched`), and empty for others.
     """
 
     updates: tuple[Update, ...]
@@ -247,6 +248,7 @@ class Apply:
     weights: tuple[float, ...] = ()
     global_clipnorm: float | None = None
     clip_epsilon: float = 0.0
+    watched: str = ""
 
 
 @frozen

@@ -11,7 +11,7 @@ import mmap
 import os
 import signal
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -29,7 +29,9 @@ from cs_proto.errors import (
 from cs_proto.failures import error_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
+    PROTOCOL,
     ApplyPoint,
+    Appoint,
     Ask,
     AssignSlot,
     ClientGone,
@@ -43,6 +45,7 @@ from cs_proto.messages import (
     Get,
     Got,
     Hello,
+    Introduce,
     Kill,
     Locate,
     MadeProgress,
@@ -56,13 +59,15 @@ from cs_proto.messages import (
     ShowStacks,
     Statistics,
     StepFinished,
+    Welcome,
 )
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files, trace
 from cs_runtime.failpoints import failpoint
+from cs_runtime.logs import Complaints
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SUPERVISOR, Channel
-from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.transport.supervisor_link import SupervisorLink, peer_of
 
 from .command_runner import open_runner
 from .config import ServerConfig
@@ -90,10 +95,11 @@ from .events import (
 from .memory.array_places import arrays_of
 from .memory.segment_server import carry
 from .memory.segments import Segments
+from .numerics import Numerics
 from .step_program import StepProgram
 from .unsent import Unsent
 
-__all__ = ["Service", "identities_of"]
+__all__ = ["Service", "identity_of"]
 
 _log = logging.getLogger("cs_server.service")
 _moment = trace.moments("server")
@@ -141,18 +147,22 @@ class Service:
         self._arena_nbytes = addresses.arena
         account = _open_account(config, segments)
         self._engine = _open_engine(config, segments, addresses, account)
-        self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes)
+        self._numerics = Numerics(segments, self._engine.variable)
+        self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes, self._numerics)
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
+        self._complaints = Complaints(_log)
         self._channel = _channel(config, supervisor, wake, self._heard, self._mark_of, self._woken)
-        self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed)
-        # By worker, the Return to which its marks refer.
-        self._bases: dict[bytes, Return] = {}
+        self._program = StepProgram(self._channel.mailboxes, self._runner, account, self._passed, self._prepare_other)
+        # By worker, the Returns to which its marks may refer.
+        self._bases: defaultdict[bytes, marks.Bases] = defaultdict(marks.Bases)
         # By worker, notes whose arrays lie where they may. The decoder finds the same ones again.
         self._checked: dict[bytes, deque[tuple[Note, ...]]] = {}
         # The message that was sent last. Its receivers are woken when all of them have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._unsent = Unsent(self._put)
+        # By client, the welcomes of controllers of which the workers are being told.
+        self._welcomes: dict[str, tuple[bytes, Welcome]] = {}
         # The last question of each peer that has not taken earlier messages. It is handled at the next try to send.
         self._later: dict[bytes, Record] = {}
         self._retry_at = 0.0
@@ -204,11 +214,17 @@ class Service:
         if not self._program.is_ready:
             self._prepare_step()
 
-    def _prepare_step(self) -> None:
-        """Have the program carry out the next step, if it may."""
-        step = self._engine.next_step()
+    def _prepare_step(self, base: Return | None = None) -> None:
+        """Have the program carry out the next step, if it may: the one in which the first worker names ``base``, or the
+        one that is expected."""
+        step = self._engine.next_step(base)
         if step is not None and not self._program.prepare(step, self._bases):
             self._engine.refuse_steps()
+
+    def _prepare_other(self, peer: bytes, number: int) -> None:
+        """The first worker, ``peer``, names another base than that of the step that is prepared."""
+        if (base := self._bases[peer].get(number)) is not None:
+            self._prepare_step(base)
 
     def _passed(self) -> None:
         """The program has carried out a step."""
@@ -245,13 +261,17 @@ class Service:
 
     def _notice(self, record: Record) -> Iterator[Event]:
         _log.debug("from the supervisor: %.300r", record)
+        if isinstance(record, Appoint) and record.client in self._welcomes:
+            self._transmit(*self._welcomes.pop(record.client))
         if not isinstance(record, Died | ClientGone):
             return
-        for peer in identities_of(record, self._channel.mailboxes.peers()):
-            for received in self._channel.forget(peer):  # mail that it posted before
-                yield from self._events(received)
-            self._bases.pop(peer, None)
-            self._checked.pop(peer, None)
+        if isinstance(record, ClientGone) and self._supervisor.is_observer(record.client):
+            return
+        peer = identity_of(record)
+        for received in self._channel.forget(peer):  # mail that it posted before
+            yield from self._events(received)
+        self._bases.pop(peer, None)
+        self._checked.pop(peer, None)
         yield ProcessDied(record) if isinstance(record, Died) else ClientLeft(record.client)
 
     def _events(self, received: channel.Received) -> Iterator[Event]:
@@ -263,6 +283,9 @@ class Service:
                 self._transmit(peer, accepted)
             return
         failpoint("server.heard")
+        if isinstance(heard, Hello | Register) and (why := _why_not(heard, self._supervisor.peers[peer])):
+            self._send(peer, Refused(0, error_of(PeerProtocolError(why))))
+            return
         if isinstance(heard, Hello) and heard.role == "observer" and not open_files.may_have_guests():
             self._send(peer, Refused(0, error_of(open_files.shortage(f"the server (pid {os.getpid()})"))))
             return
@@ -311,27 +334,33 @@ class Service:
             record = self._decoder.decode(parts)
             self._check_places(peer, record)
         except PeerProtocolError as error:
-            _log.warning("refused a message of %r: %s", peer, error)
+            self._complaints.warn(peer, "refused a message of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("from %r: %.300r", peer, record)
-        if type(record) is Return and marks.is_base(record):
-            self._bases[peer] = record
+        if type(record) is Return:
+            self._bases[peer].keep(record)
+        if isinstance(record, Ask | Return):
+            self._numerics.heard(record)
         _moment("decoded", _run_of(record))
         return record
 
     def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
         """The Return that a mark stands for, as :meth:`_heard` has the record of a message."""
-        base = self._bases.get(peer)
-        if base is None or not marks.is_of(base, body):
-            error = PeerProtocolError(f"the mark of run {run} names a base that is not the last Return of this worker")
-            _log.warning("refused a mark of %r: %s", peer, error)
+        base = self._bases[peer].get(marks.base_of(body))
+        if base is None:
+            error = PeerProtocolError(
+                f"the mark of run {run} names a base that is none of the last Returns of this worker"
+            )
+            self._complaints.warn(peer, "refused a mark of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
         _log.debug("from %r: the mark of run %d", peer, run)
         _moment("decoded", run)
-        return marks.returned(base, run, body)
+        returned = marks.returned(base, run, body)
+        self._numerics.heard(returned)
+        return returned
 
     def _check_places(self, peer: bytes, record: Record) -> None:
         """Raise PeerProtocolError if an array of ``record`` lies in a segment that ``peer`` may not write, or outside
@@ -408,10 +437,20 @@ class Service:
 
     def _send(self, peer: bytes, record: Record) -> None:
         failpoint("server.send")
+        if isinstance(record, Welcome) and (client := self._controller_at(peer)):
+            # The workers must know the controller before it sends them anything.
+            self._welcomes[client] = peer, record
+            self._supervisor.send(Appoint(client))
+            return
         if isinstance(record, Counters):
             mail = self._channel.mailboxes
             record = replace(record, posted=mail.posted, doorbells=mail.rung + mail.woken)
+            record = self._numerics.counted(record)
         self._transmit(peer, record)
+
+    def _controller_at(self, peer: bytes) -> str:
+        who = self._supervisor.peers.get(peer)
+        return who.client if who is not None and who.role == "controller" else ""
 
     def _transmit(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
@@ -525,18 +564,25 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses,
     return Engine(settings, log, account)
 
 
-def identities_of(gone: Died | ClientGone, peers: Iterable[bytes]) -> list[bytes]:
-    """The identities in ``peers`` of the process that has gone. The end of a worker's identity is random.
+def identity_of(gone: Died | ClientGone) -> bytes:
+    """What the process that has gone was called here.
 
-    >>> identities_of(ClientGone("9"), [b"c9", b"c95", b"w0.1.8f"])
-    [b'c9']
-    >>> identities_of(Died("worker", 0, 1, 43, "SIGKILL", "", True), [b"c9", b"w0.1.8f", b"w0.10.8f", b"w0.1"])
-    [b'w0.1.8f']
+    >>> identity_of(ClientGone("9")), identity_of(Died("worker", 0, 1, 43, "SIGKILL", "", True))
+    (b'c9', b'w0.1')
     """
     if isinstance(gone, ClientGone):
-        return [peer for peer in peers if peer == f"c{gone.client}".encode()]
-    name = f"w{gone.rank}.{gone.incarnation}.".encode()
-    return [peer for peer in peers if gone.role == "worker" and peer.startswith(name)]
+        return f"c{gone.client}".encode()
+    return peer_of(Introduce(PROTOCOL, gone.role, gone.rank, gone.incarnation, gone.pid))
+
+
+def _why_not(record: Hello | Register, who: Introduce) -> str:
+    """Why the process that the supervisor calls ``who`` cannot say this of itself; empty if it can."""
+    if isinstance(record, Hello):
+        said, known = f"{record.role} {record.client!r:.20}", f"{who.role} {who.client!r:.20}"
+    else:
+        said = f"worker w{record.worker.replica}.{record.worker.incarnation}"
+        known = f"{who.role} w{who.rank}.{who.incarnation}" if who.role == "worker" else f"the {who.role}"
+    return "" if said == known else f"the sender says it is {said}, and the supervisor has introduced it as {known}"
 
 
 def _run_of(record: Record) -> int:

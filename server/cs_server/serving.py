@@ -54,7 +54,7 @@ def serve(config: ServerConfig) -> None:
                 # These objects live as long as the process, so garbage collections need not visit them again.
                 gc.collect()
                 gc.freeze()
-                supervisor.send(Ready(config.endpoint))
+                supervisor.send(Ready())
                 service.listen()
             while not service.is_told_to_end:
                 service.turn()
@@ -90,7 +90,7 @@ class ThreadedServer:
             supervisor = _connected(self._config, stack)
             try:
                 service = _put_together(self._config, supervisor, self._wake, stack)
-                supervisor.send(Ready(self._config.endpoint))
+                supervisor.send(Ready())
                 service.listen()
                 while not service.is_told_to_end:
                     service.turn()
@@ -128,6 +128,7 @@ def _connected(config: ServerConfig, stack: ExitStack) -> SupervisorLink:
         ) from error
     supervisor = SupervisorLink(socket, "server", 0, config.incarnation)
     stack.callback(supervisor.close)
+    supervisor.await_name()
     return supervisor
 
 

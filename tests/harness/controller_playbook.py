@@ -36,7 +36,7 @@ from cs_proto.peers import SERVER
 from cs_proto.records import Record, replace
 
 HELLO = messages.Hello(messages.PROTOCOL, "controller", "c", 7)
-SERVING = messages.Serving("ipc:///run/server", "/run", "ipc")
+SERVING = messages.Serving("/run", "ipc")
 SEED = 5
 #: The name of every function.
 NAME = "module.function"
@@ -134,9 +134,7 @@ Expected = Command | Names
 
 
 def worker(replica: int, incarnation: int = 1) -> Worker:
-    return Worker(
-        replica, incarnation, 100 * incarnation + replica, f"cpu:{replica}", f"ipc:///w{replica}.{incarnation}"
-    )
+    return Worker(replica, incarnation, 100 * incarnation + replica, f"cpu:{replica}")
 
 
 def welcome(replicas: int, pid: int = 1) -> messages.Welcome:

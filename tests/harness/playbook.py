@@ -426,7 +426,7 @@ def hears(peer: bytes, record: Record) -> Received:
 
 
 def worker(replica: int, incarnation: int = 1) -> Worker:
-    return Worker(replica, incarnation, 100 + replica, f"CPU:{replica}", f"ipc:///run/w{replica}.{incarnation}")
+    return Worker(replica, incarnation, 100 + replica, f"CPU:{replica}")
 
 
 def register(replica: int, incarnation: int = 1) -> Register:

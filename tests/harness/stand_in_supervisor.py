@@ -19,7 +19,9 @@ from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
+    Appoint,
     ExtendSegment,
+    Introduce,
     Mailbox,
     MakeMailbox,
     MakeSegment,
@@ -28,11 +30,12 @@ from cs_proto.messages import (
     Segment,
     SegmentRefused,
 )
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
+from .introduced import introduction
 from .timing import unit
 
 __all__ = ["StandInSupervisor", "server_link"]
@@ -62,6 +65,7 @@ class StandInSupervisor:
         #: Names of segments that will not be made.
         self.refused: set[str] = set()
         self._segments: dict[str, _Kept] = {}
+        self._introduced: dict[bytes, Introduce] = {}
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(run_directory / "supervisor"))
@@ -89,6 +93,12 @@ class StandInSupervisor:
         """Send a record to everybody connected."""
         for connection in self._connections:
             connection.sendall(b"".join(encode(record)))
+
+    def introduce(self, name: bytes) -> None:
+        """Tell everybody, and who comes later, of the process that has this name and that it says."""
+        if name not in self._introduced:
+            self._introduced[name] = introduction(name)
+            self.tell(self._introduced[name])
 
     def hang_up(self) -> None:
         """Close every connection, as the end of the supervisor does."""
@@ -138,7 +148,13 @@ class StandInSupervisor:
         if isinstance(record, MakeMailbox | OpenMailbox):
             connection.sendall(b"".join(encode(Mailbox(0, False, "this one makes none"))))
             return True
+        if isinstance(record, Appoint):
+            connection.sendall(b"".join(encode(record)))
+            return True
         if not isinstance(record, MakeSegment | ExtendSegment | OpenSegment):
+            if isinstance(record, Introduce):
+                for each in (replace(record, name=b"s"), *self._introduced.values()):
+                    connection.sendall(b"".join(encode(each)))
             self.said.put(record)
             return True
         name = record.segment

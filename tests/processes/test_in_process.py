@@ -414,7 +414,7 @@ def test_a_script_that_fails_ends_and_its_log_shows_the_messages_of_all_roles() 
     for line in (
         "central_storage.link: send Run(",
         "central_storage.worker: received",
-        "cs_server.service: from b'w0.1.",
+        "cs_server.service: from b'w0.1'",
     ):
         assert line in ended.err
 

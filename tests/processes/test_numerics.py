@@ -234,7 +234,9 @@ def test_warnings_are_printed_once_for_a_variable_and_then_counted(
         training.run(11, INF)
         assert int(training.optimizer.iterations) == 14
         assert np.isnan(training.variables[0].numpy()[1, 4])
-        strategy.run(training.step, args=(-1, 0.0))  # a worker begins only when it has looked at the step before
+        counters = strategy.statistics()
+        assert [each.not_finite for each in counters.replicas] == [12, 0]  # rows are the workers' own affair
+        assert counters.overflowed == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "the gradient of" in line]
     assert len(said) == 3
     assert "'w' has nan at [1, 4], in step 1 of" in said[0]
@@ -244,6 +246,80 @@ def test_warnings_are_printed_once_for_a_variable_and_then_counted(
     assert "'table' has inf at [7, 1], in step 13 of" in said[2]
     assert "on replica 1 " in said[2]
     assert all(line.endswith("; the update is not held back") for line in said)
+
+
+def test_a_sum_that_overflows_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics="warn") as strategy:
+        with strategy.scope():
+            w, h = cs.Variable(np.zeros((2, 3), F32), name="w"), cs.Variable(np.zeros(4, np.float16), name="h")
+            sgd, bounded = cs.optimizers.SGD(1.0), cs.optimizers.SGD(1.0, clipvalue=0.5)
+
+        def step(single: float, half: float) -> None:
+            gradients = np.ones((2, 3), F32), np.ones(4, np.float16)
+            gradients[0][1, 1], gradients[1][2] = single, half
+            sgd.apply_gradients([(gradients[0], w)])
+            bounded.apply_gradients([(gradients[1], h)])
+
+        for single, half in ((1, 1), (LARGE, 1), (1, 4e4), (1, 1)):
+            strategy.run(step, args=(single, half))
+        counters = strategy.statistics()
+        assert (counters.not_finite, counters.overflowed) == (2, 2)
+        assert [each.not_finite for each in counters.replicas] == [0, 0]
+    said = [line for line in capfd.readouterr().err.splitlines() if "the sum of the gradients of" in line]
+    assert len(said) == 2
+    assert "'w' overflows: it has inf at [1, 1], and each is finite, in step 1 of" in said[0]
+    assert "'h' overflows: it has inf at [2], and each is finite, in step 2 of" in said[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_warnings_leave_steps_to_the_program_and_change_no_bit(ahead: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics="warn") as strategy:
+        watched, plain = Training(strategy, into_buffers=True), Training(strategy, into_buffers=True)
+        wheres = [where for _ in range(4) for where in [-1] * 40 + [1, 0]]
+
+        def train(training: Training) -> None:
+            if ahead:
+                data = strategy.experimental_distribute_dataset([np.full(2, where) for where in wheres])
+                assert len(list(strategy.run_steps(lambda where: training.step(int(where[0]), NAN), data))) == 168
+            else:
+                for where in wheres:
+                    training.run(where, NAN)
+
+        with nearly_all_captured(strategy, 165):
+            train(watched)
+        assert [each.not_finite for each in strategy.statistics().replicas] == [4, 4]
+        strategy.controller.check_numerics = "off"  # type: ignore[attr-defined]
+        train(plain)
+        counters = strategy.statistics()
+        assert counters.not_finite == 16
+        assert [each.not_finite for each in counters.replicas] == [4, 4]
+        assert equal(watched.state(), plain.state())
+    said = [line for line in capfd.readouterr().err.splitlines() if "the gradient of" in line]
+    assert [re.findall(r"in step \d+ of|on replica \d", line) for line in said] == [
+        ["in step 40 of", "on replica 1"],
+        ["in step 41 of", "on replica 0"],
+    ]
+
+
+@pytest.mark.parametrize("into_buffers", [False, True])
+def test_a_server_that_is_killed_after_its_look_looks_again(
+    into_buffers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CS_FAILPOINTS", "server.looked=kill@1")
+    monkeypatch.setenv("CS_FAILPOINTS_DIR", str(tmp_path))
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], check_numerics="warn") as strategy:
+        training, truth = Training(strategy, into_buffers), Training(strategy, into_buffers)
+        for where in (-1, -1, -1, -1, 1, -1):
+            training.run(where, NAN)
+        assert len(list(tmp_path.iterdir())) == 1  # the server has died
+        assert strategy.statistics().not_finite == 1  # since the start of this server
+        for where in (-1, -1, -1, -1, 1, -1):
+            truth.run(where, NAN)
+        assert equal(training.state(), truth.state())
+    said = [line for line in capfd.readouterr().err.splitlines() if "the gradient of 'w' has nan" in line]
+    assert len(said) == 2
+    assert "in step 4 of" in said[0]
+    assert "has nan at [1, 4] on replica 1 " in said[1]
 
 
 def test_many_variables_make_one_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,21 @@ import central_storage as cs
 from cs_proto.codec import LIMITS, WORK_LIMITS, decode, encode
 from cs_proto.messages import PROTOCOL, Get, Hello, Refused, Register, Return, Value, Welcome, Worker
 from cs_proto.records import Record
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 MIB = 1 << 20
+
+
+@contextmanager
+def observer(address: str) -> Iterator[SupervisorLink]:
+    """A process that the supervisor has introduced as an observer."""
+    link = SupervisorLink(supervisor_link.connect(address), "observer")
+    try:
+        link.await_name()
+        yield link
+    finally:
+        link.close()
 
 
 @contextmanager
@@ -50,40 +63,43 @@ def private_nbytes(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-def lie_to_the_server(server: str) -> None:
-    with stranger(server, b"x1") as socket:
+def lie_to_the_server(address: str, server: str) -> None:
+    with observer(address) as link, stranger(server, link.name) as socket:
         assert "Resent.replica must be int from 0 to 1023, not -5" in refusal(socket, [msgpack.packb([43, [1], -5, 0])])
-        forged = [10, PROTOCOL, [8, 0, 1 << 62, 1, "cpu:0", ""]]
+        forged = [10, PROTOCOL, [8, 0, 1 << 62, 1, "cpu:0"]]
         assert "Worker.incarnation must be int" in refusal(socket, [msgpack.packb(forged)])
-        forged_worker = Worker(0, (1 << 31) - 1, os.getpid(), "cpu:0", "")
-        assert "has not reported the death of w0.1" in refusal(socket, parts(Register(PROTOCOL, forged_worker)))
-        again = Worker(0, 1, os.getpid(), "cpu:0", "")
-        assert "w0.1 has registered from another process" in refusal(socket, parts(Register(PROTOCOL, again)))
+        for incarnation in (1, 2, (1 << 31) - 1):
+            register = Register(PROTOCOL, Worker(0, incarnation, os.getpid(), "cpu:0"))
+            expected = f"says it is worker w0.{incarnation}, and the supervisor has introduced it as the observer"
+            assert expected in refusal(socket, parts(register))
+        assert "introduced it as observer" in refusal(socket, parts(Hello(PROTOCOL, "controller", link.client, 1)))
+        assert "introduced it as observer" in refusal(socket, parts(Hello(PROTOCOL, "observer", "another", 1)))
         too_much = [b"\x90", *[bytes(48 * MIB)] * 4]
         assert "a message of 150994945 bytes; at most 134217728" in refusal(socket, too_much)
         assert "4097 frames; at most 4096" in refusal(socket, [b"\x90", *[b""] * 50_000])
         socket.send_multipart([bytes(LIMITS.part_nbytes + 1)])
 
 
-def forge_a_return(server: str) -> None:
+def forge_a_return(address: str, server: str) -> None:
     """Of a worker, of a run far ahead."""
-    with stranger(server, b"w0.1") as socket:
+    with observer(address) as link, stranger(server, link.name) as socket:
         forged = Return((5000,), 0, 1, (), 0, Value(b"", ()), None)
-        assert "worker w0.1 at b'w0.1' has not registered" in refusal(socket, parts(forged))
+        assert f"worker w0.1 at b'o{link.client}' has not registered" in refusal(socket, parts(forged))
 
 
-def lie_to_a_worker(worker: str) -> None:
-    with stranger(worker, b"x1") as socket:
-        assert "not one msgpack value" in refusal(socket, [b"\xc1"])
-        assert "a message of" in refusal(socket, [b"\x90", *[bytes(48 * MIB)] * 4])
+def lie_to_a_worker(address: str, worker: str) -> None:
+    """It hears no observer."""
+    with observer(address) as link, stranger(worker, link.name) as socket:
+        socket.send_multipart([b"\xc1"])
+        socket.send_multipart([b"\x90", *[bytes(48 * MIB)] * 4])
         socket.send_multipart([bytes(WORK_LIMITS.part_nbytes + 1)])
 
 
 @contextmanager
 def reads_nothing(strategy: cs.CentralStorageStrategy, server: str, name: str, nbytes: int) -> Iterator[None]:
     """Somebody asks again and again for a large variable, and takes no answer, while the block is carried out."""
-    with stranger(server, b"o1") as socket:
-        socket.send_multipart(parts(Hello(PROTOCOL, "observer", "1", os.getpid())))
+    with observer(strategy.address) as link, stranger(server, link.name) as socket:
+        socket.send_multipart(parts(Hello(PROTOCOL, "observer", link.client, os.getpid())))
         welcome = decode(socket.recv_multipart())
         assert isinstance(welcome, Welcome)
         before = private_nbytes(welcome.server_pid)
@@ -116,11 +132,11 @@ def test_a_training_goes_on_among_lies(mailboxes: str, monkeypatch: pytest.Monke
 
         pids = [strategy.statistics().pid, *(each.pid for each in strategy.statistics().replicas)]
         train()
-        lie_to_the_server(server)
+        lie_to_the_server(strategy.address, server)
         train()
-        forge_a_return(server)
+        forge_a_return(strategy.address, server)
         train()
-        lie_to_a_worker(worker)
+        lie_to_a_worker(strategy.address, worker)
         train()
         with reads_nothing(strategy, server, "large", 16 * MIB):
             train()

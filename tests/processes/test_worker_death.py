@@ -28,6 +28,7 @@ from cs_proto import messages
 from cs_proto.arrays import array_of
 from cs_proto.codec import decode, encode
 from cs_runtime.failpoints import FAILPOINTS
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 
 def kill() -> None:
@@ -345,13 +346,20 @@ def test_the_server_dies_with_workers(
     assert total.numpy().tolist() == [6, 6]
 
 
+def own_name() -> str:
+    """The name that the supervisor gave this worker."""
+    (link,) = [each for each in gc.get_objects() if isinstance(each, SupervisorLink)]
+    return link.name.hex()
+
+
 def test_a_late_message_of_a_worker_that_was_replaced_is_refused(mortal: cs.CentralStorageStrategy) -> None:
     total = counter(mortal)
+    _, name = local(mortal, own_name)
     (pid,) = _workers(mortal, 1)
     os.kill(pid, signal.SIGKILL)
     assert local(mortal, meet) == (2.0, 2.0)
     with zmq.Context() as sockets, sockets.socket(zmq.DEALER) as late:
-        late.setsockopt(zmq.IDENTITY, b"w1.1")
+        late.setsockopt(zmq.IDENTITY, bytes.fromhex(name))
         late.connect(f"ipc://{mortal.controller.address}/server")
         point = messages.AssignPoint(0, "late.py:1", 1, "assign_add", array_of(np.ones(2)), False)
         late.send_multipart(encode(messages.Return((10**6,), 1, 1, (point,), 1, messages.Value(b"\xc0", ()), None)))

@@ -18,6 +18,7 @@ from cs_proto.arrays import Array, array_of, bytes_array
 from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, decode, encode, encode_values
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import (
+    PROTOCOL,
     Ask,
     Assign,
     Cancel,
@@ -348,6 +349,6 @@ def test_the_wire_form_is_what_the_protocol_says() -> None:
     header, frame = encode(Run((5,), 5, 1, 7, b"d" * 16, None, False, Frame(b"args"), ()))
     assert (msgpack.unpackb(header)[8], bytes(frame)) == ({"frame": 0}, b"args")
     assert decode([header, frame]).__dict__["arguments"] == Frame(b"args")
-    assert msgpack.unpackb(encode(Introduce("worker", 1, 2, 3))[0]) == [110, "worker", 1, 2, 3, ""]
+    assert msgpack.unpackb(encode(Introduce(PROTOCOL, "worker", 1, 2, 3))[0]) == [110, 1, "worker", 1, 2, 3, "", b""]
     assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1], 0]
     assert msgpack.unpackb(encode(Output("stdout", "é"))[0]) == [118, "stdout", "é"]

@@ -115,7 +115,7 @@ def test_what_is_out_of_range_is_refused(
     [
         (lambda: Resent((1,), -5), r"Resent.replica must be int from 0 to 1023, not -5"),
         (lambda: Resent((1,), 1024), r"Resent.replica must be int from 0 to 1023, not 1024"),
-        (lambda: Worker(0, 1 << 62, 1, "cpu:0", ""), r"Worker.incarnation must be int from 1 to 2147483647, not"),
+        (lambda: Worker(0, 1 << 62, 1, "cpu:0"), r"Worker.incarnation must be int from 1 to 2147483647, not"),
         (lambda: Cancel((1,), 1 << 40), r"Cancel.later must be int from 0 to 64"),
         (lambda: Cancel((-1,)), r"Cancel.run must be a tuple of int from 0 to"),
         (lambda: Cancel((1, 2, -1)), r"Cancel.run must be a tuple of int from 0 to"),
@@ -150,7 +150,7 @@ def test_a_number_is_taken_exactly_where_it_is_in_range(number: int) -> None:
 
 
 def test_nested_records_are_checked_too() -> None:
-    header, *frames = encode(Register(1, Worker(0, 1, 1, "cpu:0", "")))
+    header, *frames = encode(Register(1, Worker(0, 1, 1, "cpu:0")))
     wire = msgpack.unpackb(header)
     wire[2][2] = 1 << 62
     with pytest.raises(PeerProtocolError, match=r"Worker\.incarnation must be int from 1 to 2147483647"):

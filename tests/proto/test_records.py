@@ -126,7 +126,7 @@ def test_every_record_has_a_code_of_its_own() -> None:
         (lambda: MakeSegment("x", 0, ""), "reservation must be int from 1"),
         (lambda: MakeSegment("../x", 1, ""), "is not a segment name"),
         (lambda: CreatePoint(0, "", None, None), "variable must be VariableSpec"),
-        (lambda: Worker(0, 1, 2, "CPU:0", None), "endpoint must be str"),
+        (lambda: Worker(0, 1, 2, None), "device must be str"),
     ],
 )
 def test_what_does_not_fit_is_refused_where_it_is_built(build: object, said: str) -> None:

@@ -54,6 +54,7 @@ class Peer:
     def __init__(self, service: Service, identity: str, unread: int = 1000) -> None:
         """``unread``: so many messages wait in this process until they are read."""
         self.identity = identity
+        service.supervisor.introduce(identity.encode())
         self._socket = service.context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, unread)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -111,8 +112,8 @@ class Service:
             *("--replicas", str(self.replicas), "--threads", "2"),
         ]
         with start(*(program or ("cs-server",)), *arguments, environment=environment) as child:
-            assert self._said() == m.Introduce("server", 0, 1, child.pid)
-            assert self._said() == m.Ready(f"ipc://{self.directory}/server")
+            assert self._said() == m.Introduce(m.PROTOCOL, "server", 0, 1, child.pid)
+            assert self._said() == m.Ready()
             yield child
 
     def _said(self) -> Record:
@@ -123,7 +124,7 @@ class Service:
 
     def register(self, replica: int, incarnation: int = 1) -> Peer:
         peer = Peer(self, f"w{replica}.{incarnation}")
-        worker = m.Worker(replica, incarnation, os.getpid(), "cpu:0", f"ipc://{self.directory}/{peer.identity}")
+        worker = m.Worker(replica, incarnation, os.getpid(), "cpu:0")
         peer.say(m.Register(m.PROTOCOL, worker))
         return peer
 
@@ -282,6 +283,20 @@ def test_a_plan_larger_than_the_memory_is_refused(running: Service) -> None:
     assert refused.number == create_huge.sequence
     assert refused.error.exception == "cs.MemoryPlanError"
     assert str(1 << 50) in refused.error.message
+
+
+def test_who_is_not_what_it_says_is_refused(running: Service) -> None:
+    observer = Peer(running, "o7e")
+    for incarnation in (1, 2):
+        refused = observer.ask(m.Register(m.PROTOCOL, m.Worker(0, incarnation, 1, "cpu:0")), m.Refused)
+        assert f"says it is worker w0.{incarnation}, and the supervisor has introduced it as the observer" in (
+            refused.error.message
+        )
+    for role, client in (("controller", "7e"), ("observer", "7f"), ("controller", "01")):
+        refused = observer.ask(m.Hello(m.PROTOCOL, role, client, 1), m.Refused)  # type: ignore[arg-type]
+        assert "the supervisor has introduced it as observer '7e'" in refused.error.message
+    assert still_answers(running.controller)
+    observer.close()
 
 
 def test_an_observer_reads_and_counts(running: Service) -> None:
@@ -533,7 +548,7 @@ def test_a_segment_that_cannot_be_made_ends_the_server_with_the_reason(service: 
 def test_it_can_be_ended_while_it_still_compiles(service: Service, tmp_path: Path, end: str) -> None:
     options = ("--run-directory", service.directory, "--parameter-device", "cpu:0", "--replicas", "1")
     with start("cs-server", *options, environment={"XDG_CACHE_HOME": str(tmp_path)}) as child:
-        assert service.supervisor.next() == m.Introduce("server", 0, 1, child.pid)
+        assert service.supervisor.next() == m.Introduce(m.PROTOCOL, "server", 0, 1, child.pid)
         if end == "SIGTERM":
             child.signal(signal.SIGTERM)
         else:

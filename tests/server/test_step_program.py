@@ -16,8 +16,8 @@ from cs_proto.messages import Mailbox, Return, Value
 from cs_runtime.transport.mailboxes import Mailboxes
 from cs_runtime.transport.rings import BODY, HEAD, NBYTES, Mark
 from cs_server.compute.programs import Instruction, Op
-from cs_server.engine.captured_steps import NextStep
-from cs_server.engine.store.account import Account, account_nbytes
+from cs_server.engine.step_plans import NextStep
+from cs_server.engine.store.account import KINDS, Account, account_nbytes
 from cs_server.events import Commit
 from cs_server.step_program import StepProgram
 
@@ -31,12 +31,22 @@ class Runner:
         self.commits = np.zeros(1, np.int64)
         self.tickets: list[int] = []
         self.can = True
+        self.alarm = np.zeros(1, np.int64)
+        self.alarm_address = self.alarm.__array_interface__["data"][0]
+        self.heeded: list[int] = []
 
     def prepare(self, command: Commit) -> Runner | None:
         return self if self.can else None
 
     def set_ticket(self, ticket: int) -> None:
         self.tickets.append(ticket)
+
+    def heed_alarm(self, command: Commit, step: tuple[str, int] | None) -> bool:
+        if not self.alarm[0]:
+            return False
+        self.heeded.append(command.ticket)
+        self.alarm[0] = 0
+        return True
 
     def instructions(self, command: Commit, prepared: Runner) -> list[Instruction]:
         return [(Op.ADD, self.commits.__array_interface__["data"][0], 1, 0)]
@@ -63,15 +73,33 @@ class World:
         self.runner: Any = Runner()
         self.account = Account(np.zeros(account_nbytes(2), np.uint8), 2)
         self.done = 0
-        self.program = StepProgram(self.server, self.runner, self.account, self.on_done)
-        empty = Value(b"", ())
-        self.bases = {peer: Return((3,), n, 1, (), 0, empty, None) for n, peer in enumerate(PEERS)}
+        self.program = StepProgram(self.server, self.runner, self.account, self.on_done, self.on_other)
+        #: The steps of another kind that may be prepared, by base.
+        self.others: dict[int, NextStep] = {}
+        self.bases = {peer: marks.Bases() for peer in PEERS}
+        for kind in (0, 1):
+            for peer, each in zip(PEERS, self.returns(kind), strict=True):
+                assert self.bases[peer].keep(each)
+
+    @staticmethod
+    def returns(kind: int) -> tuple[Return, ...]:
+        """What steps of kind 0 have brought, with base 3, and those of kind 1, with base 2."""
+        return tuple([Return((3 - kind,), n, 1, (), kind, Value(b"", ()), None) for n in range(len(PEERS))])
 
     def on_done(self) -> None:
         self.done += 1
 
+    def on_other(self, peer: bytes, base: int) -> None:
+        assert peer == PEERS[0]
+        if base in self.others:
+            assert self.program.prepare(self.others[base], self.bases)
+
+    def next_step(self, run: int, kind: int = 0, *, is_of_series: bool = True) -> NextStep:
+        counts = (run, *[kind] * (KINDS - 1))
+        return NextStep(run, kind, counts, self.returns(kind), is_of_series, PEERS, Commit(run + 100 + kind, ()))
+
     def prepare(self, run: int, *, is_of_series: bool = True) -> bool:
-        return self.program.prepare(NextStep(run, is_of_series, PEERS, Commit(run + 100, ())), self.bases)
+        return self.program.prepare(self.next_step(run, is_of_series=is_of_series), self.bases)
 
     def mark(self, replica: int, run: int, value: bytes = b"", base: int = 3) -> None:
         assert self.workers[replica].mark("server", run, marks.marked(base, value))
@@ -95,6 +123,30 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("is_of_series", [True, False])
+def test_an_alarm_is_heeded_before_the_end_of_the_step_is_said(world: World, is_of_series: bool) -> None:
+    said: list[list[object]] = []
+    heed = world.runner.heed_alarm
+
+    def heed_alarm(command: Commit, step: tuple[str, int] | None) -> bool:
+        is_set = heed(command, step)
+        if is_set:
+            said.append([world.heard(replica) for replica in range(2)])
+        return bool(is_set)
+
+    world.runner.heed_alarm = heed_alarm
+    for run in (4, 5, 6):
+        assert world.prepare(run, is_of_series=is_of_series)
+        world.runner.alarm[0] = run == 5
+        for replica in range(2):
+            world.mark(replica, run)
+        assert world.mail() == []
+        assert (world.done, world.runner.commits[0]) == (run - 3, run - 3)
+        assert [world.heard(replica) for replica in range(2)] == [Mark(run, b"") if is_of_series else None] * 2
+    assert world.runner.heeded == [105]
+    assert said == [[None, None]]
+
+
+@pytest.mark.parametrize("is_of_series", [True, False])
 def test_steps_are_carried_out_when_all_marks_are_there(world: World, is_of_series: bool) -> None:
     for run in range(4, 40):
         assert world.prepare(run, is_of_series=is_of_series)
@@ -105,6 +157,7 @@ def test_steps_are_carried_out_when_all_marks_are_there(world: World, is_of_seri
         assert world.mail() == []
         assert (world.done, world.program.is_ready) == (run - 3, False)
         assert (world.account.begun, world.runner.commits[0]) == (run - 3, run - 3)
+        assert world.account.kind(run) == (0, (run, *[0] * (KINDS - 1)))
         values = [b"%d" % run, b"other"]
         assert [body[marks.BASE_NBYTES :] for body in world.account.bodies(run)] == values[:: -1 if run % 2 else 1]
         ends = [Mark(run, b"") if is_of_series else None] * 2
@@ -120,6 +173,34 @@ def test_marks_that_are_not_all_there_are_heard_when_something_else_comes(world:
     world.mark(1, 4)
     assert world.mail() == [(PEERS[1], Mark(4, marks.marked(3, b"")))]
     assert world.done == world.account.begun == 0
+
+
+def test_steps_of_another_kind_are_carried_out_when_their_marks_are_there(world: World) -> None:
+    """Whether a step of one kind or of the other was expected."""
+    bases = [3, 2, 2, 3, 3, 2, 3, 2]
+    for run, base in enumerate(bases, 10):
+        assert world.program.prepare(world.next_step(run, kind=run % 2), world.bases)
+        world.others = {3: world.next_step(run, kind=0), 2: world.next_step(run, kind=1)}
+        for replica in (1, 0):
+            world.mark(replica, run, base=base)
+        assert world.mail() == []
+        assert (world.done, world.account.begun, world.runner.commits[0]) == (run - 9,) * 3
+        assert world.account.kind(run)[0] == 3 - base
+        assert world.account.bodies(run) == [marks.marked(base, b"")] * 2
+        assert world.runner.tickets[-1] == run + 100 + 3 - base
+        assert [world.heard(replica) for replica in (0, 1)] == [Mark(run, b"")] * 2
+
+
+def test_workers_that_name_bases_of_several_kinds_are_heard(world: World) -> None:
+    assert world.prepare(4)
+    world.others = {2: world.next_step(4, kind=1)}
+    world.mark(1, 4)
+    world.mark(0, 4, base=2)
+    assert sorted(world.mail()) == [
+        (PEERS[0], Mark(4, marks.marked(2, b""))),
+        (PEERS[1], Mark(4, marks.marked(3, b""))),
+    ]
+    assert world.done == world.account.begun == world.runner.commits[0] == 0
 
 
 @pytest.mark.parametrize("over_zeromq", [False, True])
@@ -215,10 +296,10 @@ def test_what_cannot_be_prepared(world: World) -> None:
     world.runner.can = False
     assert world.prepare(4) is False
     world.runner.can = True
-    base = world.bases.pop(PEERS[1])
+    known, world.bases[PEERS[1]] = world.bases[PEERS[1]], marks.Bases()
     assert world.prepare(4) is True
     assert not world.program.is_ready
-    world.bases[PEERS[1]] = base
+    world.bases[PEERS[1]] = known
     assert world.prepare(4) is True
     assert world.program.is_ready
     world.server.forget(PEERS[0])

@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tests.harness.introduced import introduction
+
 from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.failures import error_of
@@ -20,9 +22,12 @@ from cs_worker.session.core import Drop, Execute, Output, SendServer, SendSuperv
 
 CONTROLLER = b"cafe"
 CLIENT = "afe"
-HOLDER, NEXT_HOLDER = b"t0.1", b"t0.2"
+HOLDER, NEXT_HOLDER, OTHER_WORKER = b"w0.1", b"w0.2", b"w2.1"
+OTHER_CONTROLLERS = b"cbee", b"cbeef"
+#: The processes that the supervisor has introduced to the worker.
+PEERS = {name: introduction(name) for name in (CONTROLLER, *OTHER_CONTROLLERS, HOLDER, NEXT_HOLDER, OTHER_WORKER)}
 
-WORKER = messages.Worker(1, 1, 7, "cpu:0", "ipc:///w1.1")
+WORKER = messages.Worker(1, 1, 7, "cpu:0")
 REGISTER = messages.Register(messages.PROTOCOL, WORKER)
 REGISTERED = messages.Registered(2, "cpu:0", (WORKER, WORKER))
 
@@ -116,7 +121,7 @@ class Play:
     """A core, registered unless ``is_registered`` says otherwise, and what has happened to it."""
 
     def __init__(self, *, is_registered: bool = True) -> None:
-        self.core = SessionCore(REGISTER)
+        self.core = SessionCore(REGISTER, PEERS)
         self.transcript: list[str] = []
         #: The runs of which a mark said how they ended, and how many records the server was sent.
         self.marked: list[int] = []
@@ -126,7 +131,7 @@ class Play:
         # The merge points of the waits, and None for a nested run; innermost last.
         self._open: list[RunId | None] = []
         if is_registered:
-            ready = SendSupervisor(messages.Ready(WORKER.endpoint))
+            ready = SendSupervisor(messages.Ready())
             self.on(Hears(SERVER, REGISTERED), ready)
 
     def on(self, event: Event, *expected: Output) -> None:
@@ -185,8 +190,9 @@ class Play:
                 core.note_said(path, record, self.sent)
             case Ends(run, record):
                 assert record.value is not None
-                if core.mark_of(run, record.notes, record.count, record.value, self.sent) is not None:
-                    core.note_marked(run, record.value)
+                body = core.mark_of(run, record.notes, record.count, record.value, self.sent)
+                if body is not None:
+                    core.note_marked(run, body)
                     self.marked.append(run.run[0])
                 else:
                     self.sent += 1

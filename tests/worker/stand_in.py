@@ -16,13 +16,13 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import zmq
+from tests.harness.introduced import introduction
 from tests.harness.processes import ROOT
 from tests.harness.timing import unit
 
@@ -34,7 +34,7 @@ from cs_proto.arrays import Array, Location, array_of, bytes_array, frame_view
 from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 from cs_runtime.shared_memory.mapping import Mapping as Segment
 
 R = TypeVar("R", bound=Record)
@@ -125,6 +125,8 @@ class Service:
             assert isinstance(introduce, messages.Introduce)
             assert introduce.role == "worker"
             assert introduce.pid == self.processes[introduce.rank].pid
+            name = f"w{introduce.rank}.{introduce.incarnation}".encode()
+            link.sendall(b"".join(encode(replace(introduce, name=name))))
             self._hand_out(link)
             links[introduce.rank] = link
         self.lifelines = [links[rank] for rank in sorted(links)]
@@ -132,7 +134,8 @@ class Service:
     # --- what the test says ---------------------------------------------------------------------------------------
 
     def connect(self, identity: bytes, replica: int) -> zmq.Socket[bytes]:
-        """A peer at a worker's ROUTER."""
+        """A peer at a worker's ROUTER, introduced by its name."""
+        self.lifelines[replica].sendall(b"".join(encode(introduction(identity))))
         link = self._context.socket(zmq.DEALER)
         link.setsockopt(zmq.LINGER, 0)
         link.setsockopt(zmq.IDENTITY, identity)

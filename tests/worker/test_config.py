@@ -14,8 +14,6 @@ def test_names(tmp_path: Path) -> None:
     config = Config(str(tmp_path), 2, 3, "cpu:0")
     assert config.name == "w2.3"
     assert config.endpoint == f"ipc://{tmp_path}/w2.3"
-    assert config.server_endpoint == f"ipc://{tmp_path}/server"
-    assert config.holder_identity == b"t2.3"
 
 
 @pytest.mark.parametrize(("replica", "incarnation", "option"), [(-1, 1, "--replica"), (0, 0, "--incarnation")])

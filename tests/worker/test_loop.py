@@ -294,7 +294,7 @@ def test_a_directory_that_has_gone_is_said(alone: Service, tmp_path: Path) -> No
     assert "w0.1 cannot enter the script's directory" in alone.log(0)
 
 
-@pytest.mark.parametrize("identity", [b"t1.1", b"oabc", b"w1.1"])
+@pytest.mark.parametrize("identity", [b"w0.2", b"oabc", b"w1.1"])
 def test_runs_of_others_are_never_carried_out(alone: Service, identity: bytes, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     link = alone.connect(identity, 0)
@@ -313,7 +313,7 @@ def test_bytes_that_are_no_record_change_nothing(alone: Service) -> None:
     try:
         link.send_multipart([b"\xff\xff", b"?"])
         link.send(b"")
-        link.send_multipart(alone.parts(messages.Register(1, messages.Worker(0, 1, 1, "cpu:0", "x"))))
+        link.send_multipart(alone.parts(messages.Register(1, messages.Worker(0, 1, 1, "cpu:0"))))
         said = [alone.refused(link).error.message for _ in range(3)]
         assert all("not one msgpack value" in each for each in said[:2])
         assert "a Register is refused" in said[2]

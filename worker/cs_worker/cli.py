@@ -16,10 +16,11 @@ from typing import NoReturn
 from central_storage.core import context
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
+from cs_proto.printable import printable
 from cs_proto.version import __version__
 from cs_runtime import open_files, stacks
 from cs_runtime.transport import supervisor_link
-from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.transport.supervisor_link import NAME_VARIABLE, SupervisorLink
 
 from .baton import ProcessBaton
 from .config import Config
@@ -40,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start."""
     options = _parser().parse_args(arguments)
     open_files.raise_limit()
-    configure_logging(f"w{options.replica}")
+    try:
+        configure_logging(f"w{options.replica}")
+    except CentralStorageError as error:
+        print(printable(f"cs-worker: {error}"), file=sys.stderr)  # noqa: T201
+        return 2
     interrupts, turns = Interrupts(), ProcessBaton()
     interrupts.install()
     dump_stacks_on_signal()
@@ -56,9 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = open_device(config.device)
         link_to_supervisor = supervisor_link.connect(config.run_directory)
         connection = SupervisorLink(
-            link_to_supervisor, "worker", config.replica, config.incarnation, run_directory=config.run_directory
+            *(link_to_supervisor, "worker", config.replica, config.incarnation),
+            run_directory=config.run_directory,
+            name=bytes.fromhex(os.environ.pop(NAME_VARIABLE, "")),
         )
         _end_with(connection)
+        connection.await_name()
         # A process that the user's code forks is not a worker.
         os.register_at_fork(after_in_child=connection.close)
         os.register_at_fork(after_in_child=interrupts.forget)
@@ -66,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShutdownError:  # the supervisor has gone
         _end()
     except CentralStorageError as error:
-        print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201  (a command line prints)
+        print(printable(f"cs-worker: {error}", lines=True), file=sys.stderr)  # noqa: T201  (a command line prints)
         return 2
     try:
         conversation = make_conversation(config, device.name, link, interrupts)
@@ -76,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShutdownError:  # the supervisor has gone, and this thread has seen it before the one that watches
         _end()
     except CentralStorageError as error:
-        print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201
+        print(printable(f"cs-worker: {error}", lines=True), file=sys.stderr)  # noqa: T201
         return 2
     finally:
         link.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from functools import cached_property
 from pathlib import Path
 
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
+from cs_proto.peers import worker_endpoint
 from cs_runtime.transport.admission import SUFFIX_NBYTES
 
 __all__ = ["Config"]
@@ -44,26 +43,10 @@ class Config:
 
     @property
     def name(self) -> str:
-        """``w<replica>.<incarnation>``, also the name of the socket."""
+        """``w<replica>.<incarnation>``, also the name of the file of its socket."""
         return f"w{self.replica}.{self.incarnation}"
-
-    @cached_property
-    def identity(self) -> bytes:
-        """The identity at the server: the name and a random number. The server sends to whoever connected last under
-        an identity, so no other process may guess it."""
-        return f"{self.name}.{os.urandom(8).hex()}".encode()
 
     @property
     def endpoint(self) -> str:
         """Where this worker listens for runs."""
-        return f"ipc://{self.run_directory}/{self.name}"
-
-    @property
-    def server_endpoint(self) -> str:
-        """Where the server listens."""
-        return f"ipc://{self.run_directory}/server"
-
-    @property
-    def holder_identity(self) -> bytes:
-        """The identity at other workers while this worker holds the token of a merge_call."""
-        return f"t{self.replica}.{self.incarnation}".encode()
+        return worker_endpoint(self.run_directory, self.replica, self.incarnation)

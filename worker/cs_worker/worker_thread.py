@@ -54,6 +54,7 @@ class ThreadedWorker:
                 supervisor_link.connect(config.run_directory), "worker", config.replica, config.incarnation
             )
             stack.callback(connection.close)
+            connection.await_name()
             link = Link(config, connection, self._gone, self._doorbell, self._turns)
             stack.callback(link.close)
             conversation = make_conversation(config, device.name, link, self._interrupts)

@@ -27,13 +27,13 @@ from cs_proto.arrays import Array, Location, frame_view
 from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.messages import Output, RunFinished, Serving
-from cs_proto.peers import SERVER, SUPERVISOR
+from cs_proto.peers import SERVER, SUPERVISOR, server_endpoint, worker_endpoint
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
 from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.trace import Trace
 from cs_runtime.transport.channel import Channel
-from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink, checked
 from cs_runtime.waits import name_waits_after
 
 from .commands import (
@@ -102,7 +102,8 @@ class Session:
         """Prepare to talk to the server behind ``serving``; :meth:`open` does. ``stop`` ends the service; None where it
         is a launcher's. ``threads``: it is one of this process.
 
-        Raises DescriptorLimitError if this process may open too few files.
+        Raises DescriptorLimitError if this process may open too few files, LaunchError if the run directory is not this
+        user's alone.
         """
         open_files.check(_DESCRIPTORS, "a strategy")
         self.core = ControllerCore(
@@ -126,6 +127,7 @@ class Session:
         self._trace = Trace()
         self.moment = self._trace.note
         self._serving = serving
+        self._directory = lifeline.run_directory or checked(serving.run_directory)
         self._stop = stop
         self._process = os.getpid()
         self._channel = Channel(
@@ -150,7 +152,7 @@ class Session:
         lifeline = self.lifeline
         lifeline.carry = self._carry
         lifeline.while_waiting = self.interrupts.raise_pending
-        self._channel.connect(SERVER, self._serving.endpoint, self._identity)
+        self._channel.connect(SERVER, server_endpoint(self._directory))
         self.wait(*self.core.hello(time.monotonic()))
         replicas = len(self.core.workers)
         lifeline.segment(segment_names.controller_arena())
@@ -382,13 +384,8 @@ class Session:
         """Connect to a worker, in the place of one before it."""
         peer = worker_name(worker.replica)
         self._channel.disconnect(peer)
-        self._channel.connect(peer, worker.endpoint, self._identity)
+        self._channel.connect(peer, worker_endpoint(self._directory, worker.replica, worker.incarnation))
         self._channel.offer_mailbox(peer, peer.decode())
-
-    @property
-    def _identity(self) -> bytes:
-        """How server and workers know this script."""
-        return f"c{self.lifeline.client}".encode()
 
     # --- life and death -------------------------------------------------------------------------------------------
 

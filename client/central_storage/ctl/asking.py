@@ -13,13 +13,23 @@ from typing import Self, TypeVar
 
 from central_storage.launch.run_directory import is_free
 from cs_proto.codec import PACKET_NBYTES, decode, encode
-from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError, ShutdownError
-from cs_proto.messages import Introduce, LogLine, LogLines, ServiceReport, ShowLog, ShowService
+from cs_proto.errors import (
+    ConfigurationError,
+    LaunchError,
+    NoAnswerError,
+    PeerProtocolError,
+    ShutdownError,
+    code_of,
+)
+from cs_proto.messages import PROTOCOL, Introduce, LogLine, LogLines, ServiceReport, ShowLog, ShowService, StartFailed
 from cs_proto.records import Record
+from cs_runtime.transport import supervisor_link
 
 __all__ = ["Supervisor"]
 
 R = TypeVar("R", bound=Record)
+
+_SKEWED = code_of(PeerProtocolError)
 
 
 class Supervisor:
@@ -35,13 +45,12 @@ class Supervisor:
             )
         self._address = address
         self._timeout = timeout
-        self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link = supervisor_link.connect(address, timeout)
         self._link.settimeout(timeout)
         try:
-            self._link.connect(os.path.join(address, "supervisor"))
             #: The pid of the supervisor, as the kernel knows it; 0 if it is in a container that hides it.
             self.pid: int = struct.unpack("iII", self._link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-            self._link.sendall(b"".join(encode(Introduce("observer", 0, 1, os.getpid()))))
+            self._link.sendall(b"".join(encode(Introduce(PROTOCOL, "observer", 0, 1, os.getpid()))))
         except TimeoutError as error:
             self._link.close()
             raise self._late() from error
@@ -116,6 +125,8 @@ class Supervisor:
             record = self._read()
             if isinstance(record, kind):
                 return record
+            if isinstance(record, StartFailed) and record.error.exception == _SKEWED:
+                raise PeerProtocolError(record.error.message)
 
     def _is_readable(self, timeout: float | None) -> bool:
         poller = select.poll()

@@ -18,9 +18,8 @@ from cs_proto.errors import (
     NoAnswerError,
     ShutdownError,
 )
+from cs_proto.printable import printable
 from cs_proto.version import __version__
-
-from .printing import shown
 
 __all__ = [
     "COMMANDS",
@@ -186,8 +185,7 @@ def _print_no_more() -> None:
 
 
 def _failed(program: str, error: Exception, code: int) -> int:
-    error_text = "\n".join(map(shown, str(error).splitlines()))
-    print(f"{program}: error: {error_text}", file=sys.stderr)
+    print(printable(f"{program}: error: {error}", lines=True), file=sys.stderr)
     return code
 
 

@@ -9,11 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from cs_proto.printable import printable
 from cs_proto.sizes import rounded
 
 from .extras import has
 
-__all__ = ["age", "clock", "is_terminal", "json_line", "line", "number", "plain", "shown", "size", "table"]
+__all__ = ["age", "clock", "is_terminal", "json_line", "line", "number", "plain", "size", "table"]
 
 # A column that is folded has at least so many characters: on a narrower terminal a table is plain, and nothing is cut.
 _FOLDED = 8
@@ -24,21 +25,9 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def shown(text: str) -> str:
-    r"""Text of a service as a terminal may get it: what would steer the terminal, or cannot be written, is escaped.
-
-    Examples:
-        >>> print(shown("w0: \x1b[2Jdone, ünï"))
-        w0: \x1b[2Jdone, ünï
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.replace("\t", " "))
-
-
 def line(text: str) -> None:
     """Print a line of text of a service."""
-    print(shown(text))
+    print(printable(text))
 
 
 def json_line(value: object) -> None:
@@ -52,7 +41,7 @@ def table(
     """Print rows below the names of their columns. Columns named in ``right`` are aligned to the right. On a terminal
     those named in ``folded`` go on in the next line if it is narrow. In a pipe, and on a terminal that is too narrow
     for that, nothing is folded."""
-    rows = [[shown(cell) for cell in row] for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     least = sum(min(width, _FOLDED) if name in folded else width for name, width in zip(columns, widths, strict=True))
     if is_terminal() and has("rich") and least + 2 * len(columns) <= shutil.get_terminal_size().columns:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from cs_proto.frozen import frozen
+from cs_proto.printable import printable
 
 from . import printing
 from .reading import Process, Reading
@@ -81,7 +82,7 @@ def drawn(
         lines += ["", "events", *(f"  {printing.clock(e.time)}  {e.text}" for e in reading.events[-room:])]
     lines = lines[: rows - 1]
     lines += [""] * (rows - 1 - len(lines))
-    return [printing.shown(line)[:columns] for line in (*lines, _KEYS.format(sort=sort))]
+    return [printable(line)[:columns] for line in (*lines, _KEYS.format(sort=sort))]
 
 
 def _head(reading: Reading, is_paused: bool) -> list[str]:
@@ -104,7 +105,7 @@ def _rate_line(reading: Reading, rates: Sequence[float | None], columns: int) ->
 
 def _bars(bars: Bars, columns: int, room: int) -> list[str]:
     """At most ``room`` lines: an empty one, the title, and those bars that have room."""
-    lines = ["", *textwrap.wrap(printing.shown(bars.title), columns)]
+    lines = ["", *textwrap.wrap(printable(bars.title), columns)]
     if not bars.shares:
         return lines[: max(0, room)]
     room -= len(lines)

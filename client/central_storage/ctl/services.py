@@ -10,9 +10,9 @@ from functools import cached_property
 from central_storage.launch import run_directory
 from central_storage.launch.service_file import ServiceFile
 from cs_proto.errors import LaunchError
+from cs_proto.printable import printable
 
 from . import processes
-from .printing import shown
 
 __all__ = ["Entry", "choose", "clean", "find"]
 
@@ -109,7 +109,7 @@ def choose(text: str | None = None) -> Entry:
             return _at(text)
     if len(found) == 1:
         return found[0]
-    listed = "; ".join(f"{shown(entry.name)} in {shown(entry.path)}" for entry in found or running) or "none"
+    listed = "; ".join(f"{printable(entry.name)} in {printable(entry.path)}" for entry in found or running) or "none"
     if found:
         which = "several services run" if text is None else f"{text!r} means several services"
         raise LaunchError(f"{which}, name one of them: {listed}")

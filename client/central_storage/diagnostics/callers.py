@@ -9,6 +9,8 @@ import weakref
 from types import FrameType
 from typing import Any
 
+from cs_proto.printable import printable
+
 __all__ = ["OURS", "call_site", "is_ours", "root_package", "warn", "warn_deprecated"]
 
 #: The packages of this project.
@@ -51,7 +53,9 @@ def warn(message: str, category: type[Warning]) -> None:
     frame = _caller()
     name = frame.f_code.co_filename
     registry: dict[Any, Any] = _shown.setdefault(name, {})
-    warnings.warn_explicit(message, category, name, frame.f_lineno, frame.f_globals.get("__name__"), registry)
+    warnings.warn_explicit(
+        printable(message, lines=True), category, name, frame.f_lineno, frame.f_globals.get("__name__"), registry
+    )
 
 
 def warn_deprecated(owner: object, name: str, instead: str) -> None:

@@ -20,6 +20,8 @@ from typing import Literal, Protocol
 from cs_proto.errors import LaunchError, ReplicaError, ReplicaLostError, ShutdownError
 from cs_proto.frozen import fields_of, frozen
 from cs_proto.messages import Died, Worker
+from cs_proto.printable import printable
+from cs_runtime.private_files import open_private
 
 __all__ = ["ENVIRONMENT", "Failure", "Kind", "Known", "died_failure", "note_uncaught", "read", "write"]
 
@@ -55,7 +57,10 @@ class Failure:
     log: str = ""
 
     def __str__(self) -> str:
-        """One sentence, as the terminal shows it."""
+        """One sentence, as the terminal shows it; the message of a failed start has further lines."""
+        return printable(self._sentence(), lines=True)
+
+    def _sentence(self) -> str:
         pid = "" if self.pid is None else f" (pid {self.pid})"
         if self.kind == "exception":
             who = "the script" if self.rank is None else f"replica {self.rank}, worker w{self.rank}"
@@ -100,9 +105,9 @@ def write(path: str, failure: Failure, exit_code: int) -> None:
         **texts,
         "exit_code": exit_code,
     }
-    fresh = f"{path}.{os.getpid()}"
+    fresh = f"{path}.{os.urandom(8).hex()}"
     try:
-        with open(fresh, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with open_private(fresh, "x") as file:
             json.dump(record, file, indent=1)
             file.write("\n")
         os.replace(fresh, path)

@@ -11,14 +11,13 @@ import sys
 from contextlib import suppress
 from typing import Literal
 
+from cs_proto.printable import printable
 from cs_runtime import stacks
+from cs_runtime.logs import Formatter, MessagesFile, asked_level
 
 from .bars import above_bars
 
 __all__ = ["announce", "announces", "configure_logging", "dump_stacks_on_signal", "show"]
-
-
-_FORMATTER = logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S")
 
 
 def configure_logging(role: str, name: str = "central_storage") -> None:
@@ -26,22 +25,21 @@ def configure_logging(role: str, name: str = "central_storage") -> None:
 
     Without it warnings are shown: long waits, deaths, dropped messages. Handlers that the user has set up are left
     alone. If ``CS_MESSAGES_DIR`` names a directory, all lines are also written to ``<role>.<pid>.messages`` there.
-    ``name`` is the name of the logger; the server has another one.
+    ``name`` is the name of the logger; the server has another one. Raises ConfigurationError as
+    :func:`cs_runtime.logs.asked_level` does.
     """
     logger = logging.getLogger(name)
-    asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
+    asked = asked_level(logging.WARNING)
     logger.setLevel(asked)
     if not logger.handlers and not logging.getLogger().handlers:
         shown = _AboveBars(sys.stderr)
-        shown.setFormatter(_FORMATTER)
+        shown.setFormatter(Formatter())
         shown.setLevel(asked)
         logger.addHandler(shown)
     if directory := os.environ.get("CS_MESSAGES_DIR"):
         path = os.path.join(directory, f"{role}.{os.getpid()}.messages")
         if not any(getattr(handler, "baseFilename", None) == os.path.abspath(path) for handler in logger.handlers):
-            kept = logging.FileHandler(path)
-            kept.setFormatter(_FORMATTER)
-            logger.addHandler(kept)
+            logger.addHandler(MessagesFile(directory, role))
         logger.setLevel(logging.DEBUG)
 
 
@@ -54,7 +52,7 @@ def announces() -> bool:
 def announce(line: str) -> None:
     """Show the line with the devices, on stderr."""
     if announces():
-        show("stderr", f"{line}\n")
+        show("stderr", f"{printable(line)}\n")
 
 
 def dump_stacks_on_signal() -> None:

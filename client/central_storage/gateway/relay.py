@@ -38,15 +38,15 @@ _BEAT, _BEATS = 5000, 15000
 _UNREAD, _UNANSWERED = 2, 16
 # Observers at a time. One that has asked nothing for so many seconds makes room for another.
 _MOST, _IDLE = 64, 60.0
-# Seconds that an observer of this machine would wait for an answer; the peer's own patience counts here.
-_TIMEOUT = 1e5
+# The longest time, in seconds, in which the supervisor introduces a new peer to the server; the others wait meanwhile.
+_TIMEOUT = 1.0
 
 
 class _Peer:
     """An observer on another machine, and its connection to the server."""
 
     def __init__(self, identity: bytes, run_directory: str, context: zmq.Context[Any]) -> None:
-        """Raises LaunchError if there is no server."""
+        """Raises LaunchError if there is no service, and NoAnswerError if its supervisor does not answer."""
         self.identity = identity
         self.session = Session(run_directory, _TIMEOUT, maps=False)
         self.socket: zmq.Socket[bytes] = self.session.open(context, is_shared=True)
@@ -78,6 +78,9 @@ class Relay:
             self._zap.answer()
         for peer in [peer for peer in self._peers.values() if peer.socket in ready]:
             self._answer(peer)
+        for peer in [peer for peer in self._peers.values() if peer.session.fileno() in ready]:
+            if not peer.session.is_introduced:  # the next question of the peer introduces it to the next supervisor
+                self._drop(peer)
         if self._front in ready:
             self._hear()
 
@@ -157,6 +160,7 @@ class Relay:
         peer = self._peers[identity] = _Peer(identity, self._run_directory, self._context)
         peer.socket.setsockopt(zmq.RCVHWM, _UNREAD)
         self._poller.register(peer.socket, zmq.POLLIN)
+        self._poller.register(peer.session.fileno(), zmq.POLLIN)
         peer.socket.send_multipart(encode(peer.session.hello().request))
         return peer
 
@@ -180,6 +184,7 @@ class Relay:
     def _drop(self, peer: _Peer) -> None:
         del self._peers[peer.identity]
         self._poller.unregister(peer.socket)
+        self._poller.unregister(peer.session.fileno())
         peer.socket.send_multipart(peer.session.goodbye())
         peer.socket.close(linger=peer.session.linger())
         peer.session.close()

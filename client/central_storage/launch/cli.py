@@ -20,6 +20,7 @@ from central_storage.diagnostics.logging_setup import configure_logging, dump_st
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
+from cs_proto.printable import printable
 from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
@@ -38,7 +39,7 @@ from .service_file import ServiceFile, typed
 from .sidecar import Sidecar
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
-from .supervisor.output import LogFiles
+from .supervisor.output import KEPT_NBYTES, LogFiles
 
 __all__ = ["main"]
 
@@ -81,6 +82,7 @@ environment:
   CS_LOG=debug                   print one line for every message; warning: not the line with the devices; error: no
                                  warnings either
   CS_MESSAGES_DIR                write these lines to files in that directory, one for each process
+  CS_LOG_VALUES=on               show the bytes of arguments and results in these lines (default: only their number)
   CS_NAME_WAITS=60               name a wait after so many seconds (default: 10), then at growing intervals; off: never
   CS_CACHE_DIR                   the directory of the compiled kernels (default: ~/.cache/central-storage)
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> int:
-    print(f"cs-launch: error: {error}", file=sys.stderr)
+    print(printable(f"cs-launch: error: {error}", lines=True), file=sys.stderr)
     if error_path:
         write(error_path, Failure(kind, "launcher", None, os.getpid(), f"{type(error).__name__}: {error}"), code)
     return code
@@ -172,9 +174,8 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
         plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
         known = (compute, parameters) if options.devices else ((), "")
-        file = ServiceFile.of(
-            run_directory.path, typed(arguments), "launcher", *known, log_directory=logs.directory, **shown
-        )
+        logged = logs.directory if logs else None
+        file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, log_directory=logged, **shown)
         return run(
             run_directory,
             plan,
@@ -314,9 +315,9 @@ def _health(options: argparse.Namespace) -> int:
     from .remote.health import health
 
     try:
-        print(health(options.run_directory or _address(), _HEALTH_TIMEOUT))
+        print(printable(health(options.run_directory or _address(), _HEALTH_TIMEOUT)))
     except (LaunchError, NoAnswerError, ShutdownError) as error:
-        print(f"not healthy: {error}")
+        print(printable(f"not healthy: {error}", lines=True))
         return 1
     return 0
 
@@ -325,7 +326,7 @@ def _doctor() -> int:
     from . import checks  # it imports NumPy, which a supervisor does not need
 
     found = list(checks.findings())
-    print(*(line for finding in found for line in checks.lines(finding)), checks.summary(found), sep="\n")
+    print(*(printable(line) for finding in found for line in checks.lines(finding)), checks.summary(found), sep="\n")
     return int(any(finding.level == "bad" for finding in found))
 
 
@@ -397,7 +398,7 @@ def _standbys(run_directory: str) -> list[Command]:
 
 def _warn(used: list[str], here: Machine) -> None:
     for line in busy(used, here.gpus):
-        print(f"cs-launch: warning: {line}", file=sys.stderr)
+        print(printable(f"cs-launch: warning: {line}"), file=sys.stderr)
 
 
 def _places(commands: list[Command]) -> str:
@@ -428,11 +429,14 @@ def _script_arguments(options: argparse.Namespace) -> list[str]:
     return list(options.command)
 
 
-def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles:
-    """Log files where the user wants them, or in the run directory, which is removed at the end unless it is kept."""
+def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles | None:
+    """Log files where the user wants them, or the last lines in a run directory that is kept, which may lie in
+    memory."""
     if options.log_directory:
         return LogFiles.under(options.log_directory, run_directory.path)
-    return LogFiles(os.path.join(run_directory.path, "logs"))
+    if options.keep_run_directory:
+        return LogFiles(os.path.join(run_directory.path, "logs"), KEPT_NBYTES)
+    return None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -474,7 +478,10 @@ def _parser() -> argparse.ArgumentParser:
         help="run no script: check this machine, as cs-ctl doctor --quick does; exit code 1 if something is bad",
     )
     parser.add_argument(
-        "--keep-run-directory", action="store_true", help="keep the run directory and its log files when the run ends"
+        "--keep-run-directory",
+        action="store_true",
+        help="keep the run directory when the run ends, with the last lines of server and workers: at least 8 and at "
+        "most 16 MiB of each",
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module as a script, as python -m does"

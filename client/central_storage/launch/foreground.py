@@ -18,6 +18,7 @@ from central_storage.diagnostics.logging_setup import announces
 from cs_proto.errors import ReplicaLostError
 from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import DeviceChoice
+from cs_proto.printable import printable
 from cs_runtime import open_files
 
 from .memory import Medium
@@ -171,7 +172,7 @@ class _Foreground:
 
     def _announce(self, plan: Plan) -> None:
         if announces():
-            self._console.write("stderr", f"{plan.banner}\n")
+            self._console.write("stderr", f"{printable(plan.banner, lines=True)}\n")
 
     def _choose(self, choice: DeviceChoice | None) -> Sequence[Command]:
         """What the service runs for this choice of the script."""
@@ -261,7 +262,8 @@ class _Foreground:
             report += f"\nlog files: {self._logs.directory}" if report else f"log files: {self._logs.directory}"
         if report:
             first, *more = report.splitlines()
-            self._console.write("stderr", "".join([f"[cs-launch] {first}\n", *(f"    {line}\n" for line in more)]))
+            lines = [f"[cs-launch] {first}", *(f"    {line}" for line in more)]
+            self._console.write("stderr", "".join(f"{printable(line)}\n" for line in lines))
 
     def _flush(self) -> None:
         deadline = time.monotonic() + _LAST_WORDS

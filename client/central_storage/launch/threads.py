@@ -24,7 +24,7 @@ from typing import Protocol
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.logging_setup import configure_logging
 from cs_proto.codec import encode
-from cs_proto.messages import Shutdown
+from cs_proto.messages import Introduce, Shutdown
 from cs_server.compute import kernels
 from cs_server.serving import ThreadedServer
 from cs_worker.worker_thread import ThreadedWorker
@@ -121,7 +121,7 @@ class ThreadChild:
     def show_stacks(self) -> None:
         """Nothing: a replica of this process may be at a debugger's prompt, and who hangs is named at a Ctrl-C."""
 
-    def is_run_by(self, peer: Peer) -> bool:
+    def is_run_by(self, peer: Peer, who: Introduce) -> bool:
         """Whether it is in this process."""
         return peer.pid == self.pid
 

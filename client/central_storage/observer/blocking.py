@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -25,14 +26,17 @@ from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import (
     ConfigurationError,
     InvalidArgumentError,
+    LaunchError,
     NoAnswerError,
     PeerProtocolError,
     ShutdownError,
     replica_exception_class,
 )
+from cs_proto.failures import text_of
 from cs_proto.frozen import frozen
 from cs_proto.records import Record
 from cs_runtime import open_files
+from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.multipart import receive
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.waits import pace_of
@@ -124,16 +128,18 @@ class Session:
         self.address = address
         self.timeout = timeout
         self._place = place_of(address, keys)
-        self._client = os.urandom(4).hex()
         self._requests = 0
         #: The transport of values, as text: an observer need not share memory with the service.
         self.transport = self._place.transport
         self._sight: SeqlockReader | None = None
-        self._lifeline: SupervisorLink | None = None
         self._has_looked = not (maps and self._place.may_map)
         self._is_forgotten = False
         self._repeated: Question[Any] | None = None
         open_files.check(_DESCRIPTORS, "an observer")
+        #: The connection to the supervisor; None if the service is on another machine, behind a gateway.
+        self._lifeline = _introduced(address, timeout) if self._place.may_map else None
+        self._client = os.urandom(4).hex() if self._lifeline is None else self._lifeline.client
+        self._name = f"o{self._client}".encode() if self._lifeline is None else self._lifeline.name
 
     def open(self, context: zmq.Context[Any], *, is_shared: bool = False) -> Any:
         """A socket of ``context`` to the server; closed with the context. ``is_shared``: the context has other sockets,
@@ -144,13 +150,13 @@ class Session:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
-        socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
+        socket.setsockopt(zmq.IDENTITY, self._name)
         self._place.protect(socket)
         socket.connect(self._place.endpoint)
         # The garbage collector may find an unclosed observer as a whole; a context would then wait for ever for its
         # socket.
         if not is_shared:
-            weakref.finalize(self, _let_go, context, socket).atexit = False
+            weakref.finalize(self, _let_go, context, socket, self._lifeline).atexit = False
         return socket
 
     def hello(self) -> Question[int]:
@@ -183,8 +189,8 @@ class Session:
         """The question to ask before these variables can be :meth:`seen`; None if there is none."""
         if not self._has_looked:
             self._has_looked = True
-            if (found := open_sight(self.address)) is not None:
-                self._sight, self._lifeline = found
+            self._sight = None if self._lifeline is None else open_sight(self._lifeline)
+            if self._sight is not None:
                 self.transport = f"shared memory, else {CARRIED}"
         sight = self._sight
         if sight is None or sight.knows(names):
@@ -195,21 +201,48 @@ class Session:
 
     def seen(self, names: Sequence[str]) -> list[np.ndarray] | None:
         """Copies of values from shared memory, all as of one commit; None if the server must be asked."""
-        if self._sight is None or self._lifeline is None:
+        if self._sight is None:
             return None
         try:
-            while self._lifeline.receive_nowait() is not None:
-                pass  # deaths and restarts change nothing here
+            self._hear_supervisor()
             return self._sight.read(names)
         except ShutdownError:  # the supervisor is gone, or no longer shares memory
-            self.close()
+            self._sight = None
             return None
+
+    def fileno(self) -> int:
+        """The descriptor of the connection to the supervisor; -1 if there is none."""
+        return -1 if self._lifeline is None else self._lifeline.fileno()
+
+    @property
+    def is_introduced(self) -> bool:
+        """Whether the supervisor that introduced this process is there. False if there was none."""
+        try:
+            self._hear_supervisor()
+        except ShutdownError:
+            return False
+        return self._lifeline is not None
+
+    def _hear_supervisor(self) -> None:
+        while self._lifeline is not None and self._lifeline.receive_nowait() is not None:
+            pass  # deaths and restarts change nothing here
+
+    def _stay_introduced(self) -> None:
+        """Introduce this process to the next supervisor, if the last one is gone and there is one."""
+        try:
+            self._hear_supervisor()
+        except ShutdownError:
+            before, self._sight = self._lifeline, None
+            with suppress(LaunchError, NoAnswerError, ShutdownError):
+                self._lifeline = _introduced(self.address, LOOK_EVERY, before)
+                if before is not None:
+                    before.close()
 
     def close(self) -> None:
         """Close the session. Idempotent."""
         if self._lifeline is not None:
             self._lifeline.close()
-        self._sight = self._lifeline = None
+        self._sight = None
 
     def statistics(self) -> Question[messages.Counters]:
         """The server's counters."""
@@ -226,7 +259,7 @@ class Session:
         record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
         # A refusal without a number answers a Hello, which may have been repeated.
         if isinstance(record, messages.Refused) and record.number in (0, question.number):
-            error = replica_exception_class(record.error.exception)(record.error.message)
+            error = replica_exception_class(record.error.exception)(text_of(record.error))
             if not isinstance(error, PeerProtocolError) or self._repeated is question:
                 raise error
             self._is_forgotten = True
@@ -245,6 +278,7 @@ class Session:
 
     def check_waiting(self, question: Question[Any], patience: Patience) -> None:
         """Name a long wait. Raise if waiting on is pointless: the service has ended, or the answer is late."""
+        self._stay_introduced()
         if self._place.has_ended:
             raise ShutdownError(f"the service in {self.address} has ended")
         if time.monotonic() >= patience.deadline:
@@ -296,7 +330,25 @@ class Patience:
         return True
 
 
-def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any]) -> None:
+def _introduced(address: str, timeout: float, before: SupervisorLink | None = None) -> SupervisorLink:
+    """The connection of an observer that the supervisor has accepted, under the name that it had ``before``. Raises
+    LaunchError if there is no service, and what the supervisor refuses with."""
+    name, client = (before.name, before.client) if before is not None else (b"", "")
+    link = SupervisorLink(supervisor_link.connect(address, timeout), "observer", name=name, client=client)
+    try:
+        link.await_name(timeout)
+    except ShutdownError as error:
+        link.close()
+        raise LaunchError(f"no service answers in {address}; it has ended") from error
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any], lifeline: SupervisorLink | None) -> None:
+    if lifeline is not None:
+        lifeline.close()
     socket.close(0)
     context.term()
 

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import zmq
 
 from cs_proto.errors import ConfigurationError, LaunchError
+from cs_proto.peers import server_endpoint
 from cs_runtime.transport.curve import ObserverKeys, check_endpoint, protect_client
-from cs_runtime.transport.supervisor_link import CARRIED
+from cs_runtime.transport.supervisor_link import CARRIED, checked
 
 __all__ = ["Place", "place_of"]
 
@@ -44,13 +45,13 @@ class _RunDirectory:
     doubts = ""
 
     def __init__(self, address: str) -> None:
-        path = os.path.join(address, "server")
-        if not os.path.exists(path):
+        directory = checked(address)
+        if not os.path.exists(os.path.join(directory, "server")):
             raise LaunchError(
                 f"no service answers in {address}; it is starting or has ended, or the address names the wrong run"
             )
         self._address = address
-        self.endpoint = f"ipc://{path}"
+        self.endpoint = server_endpoint(directory)
 
     @property
     def has_ended(self) -> bool:

@@ -15,10 +15,9 @@ import numpy as np
 
 from cs_proto import segment_names
 from cs_proto.arrays import Array, Location
-from cs_proto.errors import LaunchError, ShutdownError
+from cs_proto.errors import ShutdownError
 from cs_proto.messages import Variable
 from cs_runtime.shared_memory.mapping import Mapping
-from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
 __all__ = ["SeqlockReader", "open_sight"]
@@ -70,14 +69,10 @@ class SeqlockReader:
         return self._memory(array).view(array)
 
 
-def open_sight(address: str) -> tuple[SeqlockReader, SupervisorLink] | None:
-    """A reader for the service in ``address``, and the connection that ends with the service. None if its memory cannot
-    be mapped here, or cannot be read without asking."""
+def open_sight(connection: SupervisorLink) -> SeqlockReader | None:
+    """A reader for the service at the other end of ``connection``. None if its memory cannot be mapped here, or cannot
+    be read without asking."""
     if platform.machine() not in _ORDERED:
-        return None
-    try:
-        connection = SupervisorLink(supervisor_link.connect(address), "observer")
-    except (LaunchError, ShutdownError):
         return None
 
     def memory(array: Array) -> Mapping:
@@ -88,7 +83,6 @@ def open_sight(address: str) -> tuple[SeqlockReader, SupervisorLink] | None:
 
     try:
         counters = Array("uint64", (2,), Location(segment_names.CONTROL, 0))
-        return SeqlockReader(memory(counters).view(counters), memory), connection
+        return SeqlockReader(memory(counters).view(counters), memory)
     except ShutdownError:
-        connection.close()
         return None

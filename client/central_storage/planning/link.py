@@ -374,7 +374,7 @@ class _Nowhere:
     name = segment_names.controller_arena()
     nbytes = _ARENA_NBYTES
 
-    def reserve(self, start: int, stop: int) -> None:
+    def take(self, start: int, stop: int, what: str) -> None:
         """Take no memory."""
 
     def write(self, array: object, value: object) -> None:

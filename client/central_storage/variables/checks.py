@@ -18,7 +18,7 @@ from central_storage.core.values import (
 from central_storage.diagnostics.callers import warn
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
-from cs_proto.messages import VariableSpec
+from cs_proto.messages import VARIABLE_NAME, VariableSpec, is_variable_name
 
 __all__ = [
     "check_aggregation",
@@ -72,6 +72,8 @@ def check_arguments(
         raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str, not {name!r:.100}")
+    if name and not is_variable_name(name):
+        raise InvalidArgumentError(f"{name!r:.100} is not a variable name: {VARIABLE_NAME}")
     if not validate_shape:
         raise InvalidArgumentError(
             "validate_shape=False would let the variable take values of other shapes, but it keeps the shape of its "

@@ -28,8 +28,9 @@ from cs_proto.errors import (
     code_of,
     replica_exception_class,
 )
-from cs_proto.failures import error_of
+from cs_proto.failures import error_of, text_of
 from cs_proto.messages import Error, Value
+from cs_proto.printable import printable
 from cs_proto.records import replace
 
 from .body_codec import Place, Resolve, View, read_body, write_body
@@ -96,7 +97,8 @@ def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
         vars(exc).update(replica=error.replica, merge_index=error.merge_index)
     where = f"in replica {error.replica} (merge point {error.merge_index})" if error.replica >= 0 else "in the service"
     if error.replica >= 0 or error.traceback:
-        exc.add_note(f"{where}:\n{_without_last(error.traceback, exc)}".rstrip(":\n"))
+        trace = printable(_without_last(error.traceback, exc), lines=True)
+        exc.add_note(f"{where}:\n{trace}".rstrip(":\n"))
     return exc
 
 
@@ -116,11 +118,11 @@ def _is_data(obj: object) -> bool:
 
 def _read_arguments(error: Error, view: View, resolve: Resolve) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if error.arguments is None:
-        return (error.message,), {}
+        return (text_of(error),), {}
     try:
         parts = from_value(error.arguments, view, resolve)
     except ResultError:  # a named tuple that only the sender has
-        return (error.message,), {}
+        return (text_of(error),), {}
     if type(parts) is tuple and list(map(type, parts)) == [tuple, dict] and all(type(name) is str for name in parts[1]):
         return parts
     raise PeerProtocolError(f"the arguments of a {error.exception} are not a tuple and attributes by name")

@@ -67,7 +67,7 @@ class ApplyPoint(_Point):
     The server multiplies all gradients of this replica by ``weight`` before it adds up those of the replicas. A weight
     of 0 leaves the gradients out. ``global_clipnorm`` bounds the norm of the sums of all ``updates`` together: the
     server multiplies them by ``min(1, global_clipnorm / (norm + clip_epsilon))``. The replicas agree on both, but not
-    on the weight.
+    on the weight. ``is_watched``: the server warns of gradients that lie in buffers if their sum is not finite.
 
     A point with a set of variables that has no number yet is *checked*: the replica waits. The answer has the numbers
     of the sets, and later applies carry only these.
@@ -80,6 +80,7 @@ class ApplyPoint(_Point):
     weight: NotNegative = 1.0
     global_clipnorm: NotNegative | None = None
     clip_epsilon: NotNegative = 0.0
+    is_watched: bool = False
 
     @property
     def needs_answer(self) -> bool:

@@ -209,7 +209,8 @@ class Described(Record):
 
 @record(74)
 class ReplicaStatistics(Record):
-    """Counters of one replica since the start of the server."""
+    """Counters of one replica since the start of the server. ``not_finite`` counts the steps in which the server warned
+    of this replica's gradients."""
 
     replica: Replica
     pid: Pid
@@ -217,6 +218,7 @@ class ReplicaStatistics(Record):
     runs: Count
     points: Count
     applies: Count
+    not_finite: Count = 0
 
 
 @record(75)
@@ -231,6 +233,8 @@ class Counters(Record):
     words and a number. They count over the life of the service, also when the server is replaced.
     ``run`` is the number of the controller's last finished run. ``waiting`` says what each open run waits for, and for
     how long, in words.
+    ``not_finite`` counts the commits since the start of the server in which a sum of gradients was not finite, and
+    ``overflowed`` those of them in which each gradient was finite; the server looks for that where it warns.
 
     Examples:
         >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
@@ -254,6 +258,8 @@ class Counters(Record):
     uncaptured: tuple[tuple[str, Count], ...] = ()
     run: Count = 0
     waiting: tuple[str, ...] = ()
+    not_finite: Count = 0
+    overflowed: Count = 0
 
 
 @record(76)

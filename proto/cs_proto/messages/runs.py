@@ -71,7 +71,7 @@ class Run(OfStep):
     before it is over. ``held`` lists the ranges of bytes in the worker's arena in which the script still holds results:
     whole pages in ascending order. ``changes`` are hyperparameters that hold from this run on. The replicas hand them
     to the server, which takes them over once, with the first message of the run. ``check_numerics``: the replica looks
-    for gradients that are not finite, and logs a warning or raises NumericsError.
+    for gradients that are not finite, and raises NumericsError; for a warning, it lets the server look where that can.
     """
 
     run: RunId
@@ -128,7 +128,9 @@ class Ask(OfStep):
     """Replica to server: the notes since the last message, and a point that needs an answer.
 
     ``client`` is the client of the run, because another client counts its runs from 1 again. ``preserved``: a commit
-    changes no array that the function has read (:class:`Preserve`). ``changes`` are those of the :class:`Run`.
+    changes no array that the function has read (:class:`Preserve`). ``changes`` are those of the :class:`Run`. Where
+    the server warns of gradients, it names the step: by the ``name`` of the run, and the number of its step, which is
+    that of the run plus ``offset``.
     """
 
     run: RunId
@@ -140,6 +142,8 @@ class Ask(OfStep):
     client: str = ""
     preserved: bool = False
     changes: tuple[OptimizerChange, ...] = ()
+    name: str = ""
+    offset: Annotated[int, Range(-(1 << 62), 1 << 62)] = 0
 
 
 @record(61)
@@ -147,7 +151,7 @@ class Return(OfStep):
     """Replica to server: the function returned or raised, after ``count`` merge points.
 
     The Return of a step of a ``series`` is answered with :class:`StepFinished`; the controller has the answers of all
-    steps before the last ``lookahead``. ``client`` and ``changes`` are as in :class:`Ask`.
+    steps before the last ``lookahead``. ``client``, ``changes``, ``name`` and ``offset`` are as in :class:`Ask`.
     """
 
     run: RunId
@@ -161,6 +165,8 @@ class Return(OfStep):
     lookahead: Lookahead = 0
     client: str = ""
     changes: tuple[OptimizerChange, ...] = ()
+    name: str = ""
+    offset: Annotated[int, Range(-(1 << 62), 1 << 62)] = 0
 
     def check(self) -> None:
         super().check()

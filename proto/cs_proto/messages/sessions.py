@@ -11,7 +11,7 @@ from .shared import Pid, Replicas, Worker
 
 @record(10)
 class Register(Record):
-    """Worker to server, first message: the worker's identity and the endpoint where it listens."""
+    """Worker to server, first message: which worker it is. It must be the one that the supervisor has introduced."""
 
     protocol: Count
     worker: Worker

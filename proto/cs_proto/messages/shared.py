@@ -3,7 +3,6 @@ optimizers and workers. Codes 1-9."""
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, TypeAlias
 
 from cs_proto.arithmetic.schedules import Schedule
@@ -33,7 +32,13 @@ NumericsCheck = Literal["off", "warn", "raise"]
 AssignOp = Literal["assign", "assign_add", "assign_sub"]
 WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"]
 
-_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
+#: What the name of a variable must be: it is printed in many places.
+VARIABLE_NAME = "1-512 printable characters, without control characters, line ends and marks of direction"
+
+
+def is_variable_name(name: str) -> bool:
+    """Whether a variable may have this name."""
+    return 0 < len(name) <= 512 and name.isprintable()
 
 
 class OfRun(Record):
@@ -100,8 +105,8 @@ class VariableSpec(Record):
     sparse: bool = False
 
     def check(self) -> None:
-        if _NAME.fullmatch(self.name) is None:
-            self.refuse(f"{shown(self.name)} is not a variable name: 1-512 characters, no control characters")
+        if not is_variable_name(self.name):
+            self.refuse(f"{shown(self.name)} is not a variable name: {VARIABLE_NAME}")
         if not is_wire_dtype(self.dtype) or self.dtype[0] in "US":
             self.refuse(f"a variable cannot have dtype {shown(self.dtype)}")
         if fault := shape_fault(self.dtype, self.shape):
@@ -141,13 +146,12 @@ class Optimizer(Record):
 
 @record(8)
 class Worker(Record):
-    """A registered worker: the client sends runs of ``replica`` to ``endpoint``."""
+    """A registered worker. It listens where :func:`cs_proto.peers.worker_endpoint` says."""
 
     replica: Replica
     incarnation: Incarnation
     pid: Pid
     device: str
-    endpoint: str
 
 
 @record(9)

@@ -1,4 +1,4 @@
-"""The supervisor's socket (SOCK_SEQPACKET): no record has frames, so each is one packet. Codes 110-139."""
+"""The supervisor's socket (SOCK_SEQPACKET): no record has frames, so each is one packet. Codes 110-139, and 141."""
 
 from __future__ import annotations
 
@@ -9,17 +9,38 @@ from cs_proto.records import Count, Range, Record, Seconds, record
 
 from .shared import MOST_REPLICAS, Error, Incarnation, Number, Pid, Replica, Replicas, Role
 
+#: The longest identity of a ZeroMQ socket.
+_MOST_NAME_NBYTES = 255
+
 
 @record(110)
 class Introduce(Record):
-    """First packet of every process that connects to the supervisor. A controller sends the same ``client`` in its
-    Hello."""
+    """First packet of every process that connects to the supervisor, and its answer, which has a ``name``. Supervisor
+    to server and workers, too: a process that may send them messages.
 
+    ``name`` is the identity of the process's ZeroMQ sockets: 16 random bytes. Whoever knows it can speak for that
+    process, so it is not shown. A process sends the name that an earlier supervisor gave it, or none. A process that
+    is introduced for several workers has a name for each. A client sends the same ``client`` in its Hello.
+    ``protocol`` stays the first field in every version.
+    """
+
+    protocol: Count
     role: Role
     rank: Replica
     incarnation: Incarnation
     pid: Pid
     client: str = ""
+    name: bytes = b""
+
+    def check(self) -> None:
+        if len(self.name) > _MOST_NAME_NBYTES or self.name[:1] == b"\0":
+            self.refuse(f"a name of {len(self.name)} bytes, or one that begins with a zero")
+
+    def __repr__(self) -> str:
+        who = f"role={self.role!r}, rank={self.rank}, incarnation={self.incarnation}, pid={self.pid}"
+        return (
+            f"Introduce({who}, client={self.client!r}, protocol={self.protocol}, {'named' if self.name else 'no name'})"
+        )
 
 
 @record(111)
@@ -65,15 +86,13 @@ class SegmentRefused(Record):
 class Ready(Record):
     """Server or worker to supervisor: the sender can work."""
 
-    endpoint: str
-
 
 @record(116)
 class Serving(Record):
-    """Supervisor to a client, once server and workers are ready: where the server listens. Supervisor to all, when a
-    restarted server is ready: requests without an answer may be lost."""
+    """Supervisor to a client, once server and workers are ready. Supervisor to all, when a restarted server is ready:
+    requests without an answer may be lost. Server and workers listen in ``run_directory``, under names that follow
+    from their ranks and incarnations."""
 
-    endpoint: str
     run_directory: str
     transport: str
 
@@ -119,27 +138,36 @@ class Join(Record):
     """First packet of a launcher that offers to run one of the service's workers in its own container.
 
     If ``incarnation`` is not 0, the launcher runs (or last ran) this incarnation of worker ``rank`` for the previous
-    supervisor.
+    supervisor, which gave that worker this ``name``. ``protocol`` stays the first field in every version.
     """
 
+    protocol: Count
     pid: Pid
     rank: Replica = 0
     incarnation: Annotated[int, Range(0, (1 << 31) - 1)] = 0
+    name: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"Join(pid={self.pid}, rank={self.rank}, incarnation={self.incarnation}, protocol={self.protocol})"
 
 
 @record(122)
 class Joined(Record):
     """Supervisor's answer to :class:`Join`: the worker to run, or to keep running. ``transport`` names the service's
-    transport."""
+    transport. The worker must introduce itself by ``name``: in another container, its pid says nothing."""
 
     rank: Replica
     incarnation: Incarnation
     replicas: Replicas
     transport: str
+    name: bytes = b""
 
     def check(self) -> None:
         if self.rank >= self.replicas:
             self.refuse(f"worker {self.rank}.{self.incarnation} of {self.replicas}")
+
+    def __repr__(self) -> str:
+        return f"Joined(rank={self.rank}, incarnation={self.incarnation}, replicas={self.replicas})"
 
 
 @record(123)
@@ -170,9 +198,9 @@ class Kill(Record):
 
 @record(126)
 class ClientGone(Record):
-    """Supervisor to server: this controller's connection has ended, with or without Goodbye. Server to supervisor: the
-    controller's runs are given up. Supervisor to workers, with a SIGINT: stop and drop the controller's runs. Worker to
-    server: no other Return from the controller's runs comes."""
+    """Supervisor to server: the connection of this controller or observer has ended, with or without Goodbye. Server to
+    supervisor: the controller's runs are given up. Supervisor to workers, with a SIGINT: stop and drop the controller's
+    runs. Worker to server: no other Return from the controller's runs comes."""
 
     client: str
 
@@ -309,6 +337,14 @@ class LogLine(Record):
     label: str
     stream: Literal["stdout", "stderr"]
     text: str
+
+
+@record(141)
+class Appoint(Record):
+    """Server to supervisor, before it welcomes a controller: this client is the controller from now on. Supervisor's
+    answer, the same: the workers have been told."""
+
+    client: str
 
 
 @record(139)

@@ -101,7 +101,8 @@ class Arena:
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
         """Room for an array. A large array begins on a new page, so that a reader can hold the pages of this array
-        only. Raises :class:`MemoryPlanError` if the current part, or the segment's file system, is full."""
+        only. Raises :class:`MemoryPlanError` if the current part or the segment's file system is full, or the machine
+        has too little memory left."""
         if self._mapping is None:
             self._mapping = self._open()
         nbytes = item_nbytes(dtype) * math.prod(shape)
@@ -121,11 +122,22 @@ class Arena:
             )
         touched = _pages(start, start + nbytes)
         if missing := without([touched], self._touched):
-            for first, stop in missing:
-                self._mapping.reserve(first, stop)
+            self._grow(nbytes, missing)
             self._touched = merged([*self._touched, touched])
         self._used = end
         return Array(dtype, shape, Location(self._mapping.name, start))
+
+    def _grow(self, nbytes: int, missing: Sequence[tuple[int, int]]) -> None:
+        """Take memory for these pages, which an array of ``nbytes`` needs; for all of them or for none."""
+        assert self._mapping is not None
+        what = f"{nbytes} bytes{in_units(nbytes)} to be sent or returned in {self._mapping.name} need"
+        for number, (first, stop) in enumerate(missing):
+            try:
+                self._mapping.take(first, stop, what)
+            except MemoryPlanError as error:
+                for pages in missing[:number]:
+                    self._mapping.discard(*pages)
+                raise MemoryPlanError(f"{error}; send or return less at a time") from error
 
     def share(self, data: Buffer) -> Array:
         """A descriptor of ``data`` as uint8[n]: in a frame if it is small, otherwise copied into the arena.

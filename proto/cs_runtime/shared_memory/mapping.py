@@ -27,6 +27,7 @@ from cs_proto.arrays import Array, Location, view_of
 from cs_proto.errors import LocalProtocolError, MemoryPlanError
 from cs_proto.ranges import merged
 from cs_proto.sizes import in_units
+from cs_runtime import machine
 
 from .pagemap import Pagemap
 
@@ -38,6 +39,9 @@ _MADV_POPULATE_WRITE = 23
 # pages, translating the address of a row of a large table takes as long as reading the row.
 _MADV_COLLAPSE = 25
 _HUGE_NBYTES = 2 << 20
+# Memory that is taken at once without a look at what is available, that is taken between two looks, and that must stay
+# available: for processes that take a piece at the same time, and for what nobody plans.
+_CHECKED_NBYTES, _PIECE_NBYTES, _SPARE_NBYTES = 1 << 20, 16 << 20, 64 << 20
 # The module mmap lacks these: mapping over another mapping, memory that is not accounted for, and changing the
 # rights of mapped pages.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -152,6 +156,33 @@ class Mapping:
                 f"has {free} bytes available{in_units(free)} ({error.strerror}); make the volume of the run directory "
                 "larger"
             ) from error
+
+    def take(self, start: int, stop: int, what: str) -> None:
+        """Make the pages of bytes ``start`` to ``stop`` present for ``what``, but only while the machine, and every
+        control group around this process, keeps some memory for everything else: the kernel would kill a process of the
+        service otherwise. Small pieces are not checked.
+
+        Raises :class:`MemoryPlanError` with the bytes that are needed and available. Nothing is taken then.
+        """
+        if stop - start < _CHECKED_NBYTES:
+            self.reserve(start, stop)
+            return
+        for first in range(start, stop, _PIECE_NBYTES):
+            last = min(stop, first + _PIECE_NBYTES)
+            # Other processes may take memory at the same time, so it is taken in pieces, and looked at in between.
+            have = machine.available_nbytes() - _SPARE_NBYTES
+            try:
+                if last - first > have:
+                    need, left = stop - start, max(0, have + first - start)
+                    raise MemoryPlanError(
+                        f"{what} {need} bytes{in_units(need)} more memory, but {left} bytes{in_units(left)} are "
+                        f"available beside the {_SPARE_NBYTES} bytes that stay free"
+                    )
+                self.reserve(first, last)
+                self._touch(first, last)
+            except MemoryPlanError:
+                self.discard(start, first)
+                raise
 
     def view(self, array: Array) -> np.ndarray:
         """The array of this descriptor, which lies in this segment; read-only if the segment is."""

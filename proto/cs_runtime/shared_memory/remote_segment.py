@@ -76,8 +76,8 @@ class RemoteSegment:
         for first in range(0, array.nbytes, _AT_ONCE):
             self._put(start + first, array_of(flat[first : first + _AT_ONCE]))
 
-    def reserve(self, start: int, stop: int) -> None:
-        """Do nothing: the server reserves the space when it writes."""
+    def take(self, start: int, stop: int, what: str) -> None:
+        """Do nothing: the server takes the memory when it writes."""
 
     def discard(self, start: int, stop: int) -> None:
         """Give whole pages between ``start`` and ``stop`` back; they read as zeros afterwards."""

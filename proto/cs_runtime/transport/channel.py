@@ -7,6 +7,7 @@ any other record means is up to its owner.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -30,10 +31,14 @@ from .supervisor_link import SupervisorLink
 
 __all__ = ["SERVER", "SUPERVISOR", "Channel", "Read", "ReadMark", "Received"]
 
+_log = logging.getLogger("central_storage.channel")
+
 # A connection that has made no ZeroMQ handshake after this time, in milliseconds, is closed.
 _HANDSHAKE = 5000
 # The pause before a DEALER connects again, in milliseconds: its peer may be starting.
 _RECONNECT = 10
+# So many messages of one peer of the ROUTER wait to be heard; a true one has a few under way.
+_UNHEARD = 100
 # The longest sleep, in seconds, of a process that has mailboxes or peers that wait for admission: a doorbell could be
 # missed.
 _LONGEST_SLEEP = 1.0
@@ -56,15 +61,19 @@ class Received(NamedTuple):
 
 
 class Channel:
-    """The sockets of one process. Used by one thread at a time.
+    """The sockets of one process. Used by one thread at a time. Peers know this process by the name that the supervisor
+    has given it, and it hears only those peers that the supervisor has introduced to it.
 
     Example::
 
         channel = Channel(supervisor, wake, trace.note, read, linger=100, patience=300e-6)
-        channel.connect(SERVER, "ipc:///run/server", b"w0.1")
+        channel.connect(SERVER, server_endpoint("/run"))
         channel.send(SERVER, encode(record))
         received = channel.receive(timeout=1.0)
     """
+
+    # How many messages were dropped.
+    _strangers = 0
 
     def __init__(
         self,
@@ -146,11 +155,11 @@ class Channel:
         self._poller.register_socket(self._router)
         self._next_admission = 0.0
 
-    def connect(self, peer: bytes, endpoint: str, identity: bytes, limits: Limits = BULK_LIMITS) -> None:
-        """Connect to ``endpoint``, a peer that is called ``peer`` here and knows this process as ``identity``. Its
-        messages must keep to ``limits``."""
+    def connect(self, peer: bytes, endpoint: str, limits: Limits = BULK_LIMITS) -> None:
+        """Connect to ``endpoint``, a peer that is called ``peer`` here. Its messages must keep to ``limits``. The
+        supervisor must have given this process its name."""
         socket = self._socket(zmq.DEALER, BULK_LIMITS, 0)
-        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.IDENTITY, self._supervisor.name)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)
         socket.connect(endpoint)
         self._poller.register_socket(socket)
@@ -211,8 +220,11 @@ class Channel:
             socket.send_multipart(parts)
         else:
             assert self._router is not None, f"{peer!r} is not connected"
+            who = self._supervisor.peers.get(peer)
+            if who is None:  # it has gone
+                return
             socket = self._router
-            socket.send_multipart([peer, *parts])
+            socket.send_multipart([who.name, *parts])
         self._poller.used(socket)
         self.mailboxes.sent(peer)
 
@@ -228,10 +240,13 @@ class Channel:
         """Whether a peer of the ROUTER, which must be strict, can take a message now. If so, its name has been sent and
         :meth:`finish_sending` must follow. None if the peer has gone."""
         assert self._router is not None
+        who = self._supervisor.peers.get(peer)
+        if who is None:
+            return None
         self._poller.used(self._router)
         for _ in range(2):
             try:
-                self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+                self._router.send(who.name, zmq.SNDMORE | zmq.NOBLOCK)
             except zmq.Again:
                 self._router.getsockopt(zmq.EVENTS)  # lets the socket notice that the peer has read
             except zmq.ZMQError as error:
@@ -333,9 +348,20 @@ class Channel:
             return
         self._ready.rotate(-1)  # the other sockets come first next time
         if is_router:
-            peer = frames.pop(0).bytes
+            known = self._supervisor.peer_named(frames.pop(0).bytes)
+            if known is None:
+                self._note_stranger()
+                return
+            peer = known
         header = [frame.bytes for frame in frames[:1]]
         self._came(peer, [*header, *(frame.buffer for frame in frames[1:])])
+
+    def _note_stranger(self) -> None:
+        """A message has come from a process that the supervisor has not introduced. One that never stops does not fill
+        the log."""
+        self._strangers += 1
+        if self._strangers & (self._strangers - 1) == 0:
+            _log.warning("dropped messages of processes that the supervisor has not introduced: %d", self._strangers)
 
     def _came(self, peer: bytes, parts: Sequence[Buffer]) -> None:
         """A message has come over ZeroMQ."""
@@ -361,5 +387,6 @@ class Channel:
         # ZeroMQ closes the connection of a peer that sends a larger part, before it stores any of it.
         socket.setsockopt(zmq.MAXMSGSIZE, limits.part_nbytes)
         socket.setsockopt(zmq.SNDHWM, unread)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        # Whoever sends faster than this process hears keeps what it sends in its own memory.
+        socket.setsockopt(zmq.RCVHWM, _UNHEARD if kind == zmq.ROUTER else 0)
         return socket

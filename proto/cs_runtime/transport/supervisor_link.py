@@ -12,6 +12,8 @@ import logging
 import os
 import select
 import socket
+import stat
+import struct
 import threading
 import time
 from collections import deque
@@ -21,9 +23,20 @@ from typing import TypeVar
 from cs_proto import segment_names, step_times
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
-from cs_proto.errors import InvalidArgumentError, LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
+from cs_proto.errors import (
+    InvalidArgumentError,
+    LaunchError,
+    MemoryPlanError,
+    NoAnswerError,
+    ShutdownError,
+    replica_exception_class,
+)
+from cs_proto.failures import text_of
 from cs_proto.messages import (
+    PROTOCOL,
+    ClientGone,
     DeviceChoice,
+    Died,
     ExtendSegment,
     Introduce,
     Mailbox,
@@ -34,6 +47,7 @@ from cs_proto.messages import (
     Role,
     Segment,
     SegmentRefused,
+    StartFailed,
 )
 from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
@@ -44,7 +58,7 @@ from cs_runtime.waits import pace_of
 
 from .readiness import is_readable
 
-__all__ = ["CARRIED", "SupervisorLink", "connect"]
+__all__ = ["CARRIED", "NAME_VARIABLE", "SupervisorLink", "checked", "connect", "peer_of"]
 
 _log = logging.getLogger("central_storage.lifeline")
 
@@ -52,6 +66,8 @@ R = TypeVar("R", bound=Record)
 
 #: The name of the transport of a process that maps no memory.
 CARRIED = "ipc + bytes in frames"
+#: The environment variable with the name of a worker in another container, in hexadecimal digits.
+NAME_VARIABLE = "CS_NAME"
 # In seconds. The supervisor's loop never blocks, so an answer later than this means that it is stopped or gone.
 _ANSWER_TIMEOUT = 30.0
 # Seconds between two checks for the next supervisor.
@@ -59,18 +75,58 @@ _LOOK_EVERY = 0.1
 _GONE = "the supervisor is gone, and the service with it"
 # The most descriptors of one packet: a mailbox has a memory and two doorbells.
 _DESCRIPTORS = 3
+# So many clients that have gone are remembered: a late first message comes right after the end.
+_GONE_CLIENTS = 8
 
 
-def connect(run_directory: str) -> socket.socket:
-    """A socket to the supervisor of that run directory. Raises :class:`LaunchError` if none listens."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def checked(run_directory: str) -> str:
+    """The path of a run directory without symbolic links, once it is known to be this user's and closed to others:
+    what its sockets say is believed. Raises :class:`LaunchError` otherwise."""
+    path = os.path.realpath(run_directory)
     try:
-        link.connect(os.path.join(run_directory, "supervisor"))
+        status = os.stat(path)
+    except OSError as error:
+        raise LaunchError(
+            f"no service answers in {run_directory} ({error.strerror}); it has ended, or CS_ADDRESS names the wrong run"
+        ) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise LaunchError(f"{run_directory} is not the directory of a run; set CS_ADDRESS to strategy.address")
+    if status.st_uid != os.geteuid():
+        raise LaunchError(
+            f"the run directory {run_directory} belongs to user {status.st_uid}, and this process runs as user "
+            f"{os.geteuid()}; only the user of a service may connect to it"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise LaunchError(f"the run directory {run_directory} is open to other users; chmod 700 closes it")
+    return path
+
+
+def connect(run_directory: str, timeout: float | None = None) -> socket.socket:
+    """A socket to the supervisor of that run directory. Raises :class:`LaunchError` if none listens, if the directory
+    is not this user's alone, or if another user's process listens there; NoAnswerError if the supervisor accepts no
+    connection within ``timeout`` seconds (None: no limit)."""
+    path = checked(run_directory)
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # A socket that does not block would be refused at once while others wait to be accepted.
+    limit = 0.0 if timeout is None else max(timeout, 1e-6)
+    try:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(limit), int(limit % 1 * 1e6)))
+        link.connect(os.path.join(path, "supervisor"))
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+        _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except BlockingIOError as error:
+        link.close()
+        raise NoAnswerError(f"the supervisor in {run_directory} did not answer within {timeout:g} s") from error
     except OSError as error:
         link.close()
         raise LaunchError(
             f"no service answers in {run_directory} ({error.strerror}); it has ended, or CS_ADDRESS names the wrong run"
         ) from error
+    if user != os.geteuid():
+        link.close()
+        raise LaunchError(
+            f"a process of user {user} listens in {run_directory}; only the user of a service may connect to it"
+        )
     return link
 
 
@@ -85,15 +141,23 @@ class SupervisorLink:
         incarnation: int = 1,
         run_directory: str | None = None,
         choice: DeviceChoice | None = None,
+        name: bytes = b"",
+        client: str = "",
     ) -> None:
         """Introduce this process over ``link``, and take ownership of ``link``. A ``choice`` of devices is sent first.
         With a ``run_directory`` whose run may get another supervisor, this connection waits for it when the present one
-        is killed."""
+        is killed. ``name`` and ``client`` are those that this process has already, if it has some."""
         self._link = link
-        #: The name of a controller.
-        self.client = os.urandom(4).hex() if role == "controller" else ""
-        self._introduction = Introduce(role, rank, incarnation, os.getpid(), self.client)
-        self._run_directory = run_directory or ""
+        #: What a client calls itself in its Hello.
+        self.client = client or (os.urandom(4).hex() if role in ("controller", "observer") else "")
+        self._introduction = Introduce(PROTOCOL, role, rank, incarnation, os.getpid(), self.client, name)
+        #: The name of this process: the identity of its sockets. Empty until the supervisor has answered.
+        self.name = b""
+        #: The processes that may send messages to this one, by what they are (:func:`peer_of`).
+        self.peers: dict[bytes, Introduce] = {}
+        self._peers_by_name: dict[bytes, bytes] = {}
+        self._gone: list[bytes] = []
+        self._run_directory = checked(run_directory) if run_directory else ""
         self._run = RunFile.read(run_directory) if run_directory else None
         self._mending = threading.Lock()
         self._lost_since: float | None = None
@@ -119,6 +183,11 @@ class SupervisorLink:
         except OSError as error:
             link.close()
             raise ShutdownError(_GONE) from error
+
+    @property
+    def run_directory(self) -> str:
+        """The run directory that was given; empty if none was."""
+        return self._run_directory
 
     def fileno(self) -> int:
         """The descriptor to poll for reading; -1 once closed."""
@@ -151,15 +220,40 @@ class SupervisorLink:
         """The next record, or None if none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self._waiting:
             return self._waiting.popleft()
-        if not is_readable(self.fileno(), 0):
-            return None
-        read = self._read()
-        if read is None:
-            return None
-        record, descriptors = read
-        for descriptor in descriptors:  # a late answer to a request that was given up
-            os.close(descriptor)
-        return record
+        while is_readable(self.fileno(), 0):
+            read = self._read()
+            if read is not None:
+                record, descriptors = read
+                for descriptor in descriptors:  # a late answer to a request that was given up
+                    os.close(descriptor)
+                return record
+        return None
+
+    def await_name(self, timeout: float = _ANSWER_TIMEOUT) -> bytes:
+        """:attr:`name`, once the supervisor has accepted this process. Raises the error with which the supervisor
+        refuses it, NoAnswerError after ``timeout`` seconds, and :class:`ShutdownError` if the supervisor hangs up."""
+        deadline = time.monotonic() + timeout
+        while not self.name:
+            if not is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
+                raise NoAnswerError(f"the supervisor did not answer within {timeout:g} s; is it stopped?")
+            if (read := self._read()) is not None:
+                self._waiting.append(read[0])
+                if isinstance(read[0], StartFailed):
+                    raise replica_exception_class(read[0].error.exception)(read[0].error.message)
+        return self.name
+
+    def peer_named(self, name: bytes) -> bytes | None:
+        """The process that has this name; None if the supervisor has introduced none, as far as it has said."""
+        while (peer := self._peers_by_name.get(name)) is None and is_readable(self.fileno(), 0):
+            if (read := self._read()) is not None:
+                self._waiting.append(read[0])
+                for descriptor in read[1]:
+                    os.close(descriptor)
+        return peer
+
+    def is_observer(self, client: str) -> bool:
+        """Whether ``client`` is an observer."""
+        return any(who.client == client and who.role == "observer" for who in self.peers.values())
 
     def mend(self) -> None:
         """Wait for the next supervisor and introduce this process to it, because the present one is gone. Does nothing
@@ -256,7 +350,7 @@ class SupervisorLink:
             for descriptor in descriptors:
                 os.close(descriptor)
             if isinstance(record, SegmentRefused) and record.segment == request.segment:
-                raise replica_exception_class(record.error.exception)(record.error.message)
+                raise replica_exception_class(record.error.exception)(text_of(record.error))
             self._waiting.append(record)
         raise TimeoutError(
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
@@ -301,7 +395,7 @@ class SupervisorLink:
         return RemoteSegment(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
 
     def _read(self) -> tuple[Record, list[int]] | None:
-        """The next record; None if the connection was mended instead."""
+        """The next record; None if it was an introduction, or if the connection was mended instead."""
         mended, cause = self._mended, None
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, _DESCRIPTORS)
@@ -312,7 +406,33 @@ class SupervisorLink:
             return None
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        return decode([packet]), descriptors
+        record = decode([packet])
+        return None if self._is_introduction(record) else (record, descriptors)
+
+    def _is_introduction(self, record: Record) -> bool:
+        """Whether the record introduces a process, which is then noted. Forget the names of processes that a record
+        says have gone; the server remembers those of workers, to tell them that they were replaced."""
+        own = self._introduction
+        if isinstance(record, Introduce):
+            if not self.name:
+                self.name, self._introduction = record.name, record
+            elif record.name != self.name:
+                peer = peer_of(record)
+                self._forget(peer)
+                self.peers[peer], self._peers_by_name[record.name] = record, peer
+            return True
+        if isinstance(record, ClientGone):
+            self._gone += [peer for peer, who in self.peers.items() if who.client == record.client]
+            for peer in self._gone[:-_GONE_CLIENTS]:
+                self._forget(peer)
+            del self._gone[:-_GONE_CLIENTS]
+        elif isinstance(record, Died) and record.role == own.role == "worker":
+            self._forget(_worker(record.rank, record.incarnation))
+        return False
+
+    def _forget(self, peer: bytes) -> None:
+        if peer in self.peers:
+            del self._peers_by_name[self.peers.pop(peer).name]
 
     def _mend_since(self, mended: int, cause: OSError | None) -> None:
         """Mend the connection after a failure. ``mended`` counts the earlier mends, as the caller knew it before the
@@ -340,7 +460,7 @@ class SupervisorLink:
                 link = link or self._introduced()
                 if link is None:
                     time.sleep(_LOOK_EVERY)
-                elif (spoken := _has_spoken(link, _LOOK_EVERY)) is not None:
+                elif (spoken := self._has_spoken(link, _LOOK_EVERY)) is not None:
                     if spoken:
                         return link
                     link.close()
@@ -372,16 +492,33 @@ class SupervisorLink:
             return None
         return link
 
+    def _has_spoken(self, link: socket.socket, timeout: float) -> bool | None:
+        """True if the other end has sent something other than introductions, False if it has hung up, None if neither
+        happened within ``timeout`` seconds."""
+        if not is_readable(link.fileno(), timeout):
+            return None
+        try:
+            packet = link.recv(PACKET_NBYTES, socket.MSG_PEEK)
+            if packet and self._is_introduction(decode([packet])):
+                link.recv(PACKET_NBYTES)
+                return None
+        except OSError:
+            return False
+        return bool(packet)
 
-def _has_spoken(link: socket.socket, timeout: float) -> bool | None:
-    """True if the other end has sent something, False if it has hung up, None if neither happened within ``timeout``
-    seconds."""
-    if not is_readable(link.fileno(), timeout):
-        return None
-    try:
-        return bool(link.recv(1, socket.MSG_PEEK))
-    except OSError:
-        return False
+
+def peer_of(who: Introduce) -> bytes:
+    """What a process is called in this process, as the supervisor says: ``w0.1``, ``c9f`` for the controller whose
+    client is 9f, ``o9f`` for an observer. Other than its name, this is no secret.
+
+    >>> peer_of(Introduce(1, "worker", 0, 2, 40, "", b"secret")), peer_of(Introduce(1, "observer", 0, 1, 41, "9f"))
+    (b'w0.2', b'o9f')
+    """
+    return _worker(who.rank, who.incarnation) if who.role == "worker" else f"{who.role[0]}{who.client}".encode()
+
+
+def _worker(rank: int, incarnation: int) -> bytes:
+    return b"w%d.%d" % (rank, incarnation)
 
 
 def _nothing() -> None:

@@ -117,6 +117,12 @@ class Executor:
                     self._phase([operation], self._fill)
         self._undo.end()
 
+    @property
+    def alarm(self) -> np.ndarray:
+        """One int64, which is not 0 if a sum of gradients in the last commit was not finite; the reader sets it to 0.
+        A sum of sparse gradients counts only where compiled code makes it."""
+        return self._undo.alarm
+
     def has_done(self, ticket: int) -> bool:
         """Whether that commit was the last one, and an earlier server has finished it."""
         return self._undo.is_done(ticket)
@@ -275,7 +281,7 @@ class Executor:
             for each in lane.rest(mine):
                 piece, rule = each.elements, each.step.rule
                 parameters, slots, gradients = self._arrays(each.part)
-                total = each.total(gradients, weights)
+                total = each.total(gradients, weights, lane.alarm)
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
                 given = self._trusted(each.step.given, each.number % NUMBERS) if rule.direction else each.step.given
@@ -451,10 +457,17 @@ class _Piece:
     t: int
     elements: slice
 
-    def total(self, gradients: Sequence[np.ndarray], weights: tuple[float, ...]) -> np.ndarray:
-        """The sum of the replicas' gradients, clipped."""
-        summed = (self.step.clipping or UNBOUNDED).total(gradients, self.elements, weights)
-        return scaled(summed, self.step.factors[self.number])
+    def total(
+        self, gradients: Sequence[np.ndarray], weights: tuple[float, ...], alarm: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The sum of the replicas' gradients, clipped. ``alarm`` is set where it is not finite before that."""
+        total = UNBOUNDED.total(gradients, self.elements, weights)
+        with np.errstate(all="ignore"):
+            if alarm is not None and not np.isfinite(total.sum()):
+                alarm[0] = 1
+        if self.step.clipping is not None:
+            self.step.clipping.bound(total)
+        return scaled(total, self.step.factors[self.number])
 
     def smaller(self) -> Iterator[_Piece]:
         """The same elements in pieces whose old values a lane can keep."""

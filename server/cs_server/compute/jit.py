@@ -8,10 +8,11 @@ only when a kernel has to be compiled.
 
 A rule has two kernels: a dense one takes element ranges of one slab, a sparse one the rows that gradients name. Both
 take the parameters, the slots, the base addresses of the replicas' gradients, the rule's numbers, what of a `Lane` they
-need to survive the server: its word and its area, or two empty arrays; and memory for the sum of a piece and for the
-rows, since compiled code that runs without numba cannot ask for any. Addresses instead of arrays make it one compiled
-function for any number of replicas. The code for one piece of memory depends on the number of slots: it is a text,
-filled in for each rule. A loop gets the compiled piece as an argument of the function that makes the loop.
+need to survive the server: its word and its area, or two empty arrays; the alarm, which they set where a sum is not
+finite; and memory for the sum of a piece and for the rows, since compiled code that runs without numba cannot ask for
+any. Addresses instead of arrays make it one compiled function for any number of replicas. The code for one piece of
+memory depends on the number of slots: it is a text, filled in for each rule. A loop gets the compiled piece as an
+argument of the function that makes the loop.
 """
 
 from collections.abc import Callable
@@ -175,11 +176,11 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
 
 @numba.njit(error_model="numpy", **_INLINED)
 def _scaled(
-    addresses: Array, like: Array, scale: Array, factor: Any, scratch: Array, start: int, stop: int
+    addresses: Array, like: Array, scale: Array, factor: Any, scratch: Array, start: int, stop: int, alarm: Array
 ) -> tuple[Array, Array]:
     """As `_addends`, where every gradient is multiplied by its weight, each element of their sum is bounded, and the
     sum is multiplied by a factor: ``scale`` has the weights in replica order and then the bound. A gradient whose
-    weight is 0 is left out."""
+    weight is 0 is left out. ``alarm`` is set if a bound hides a sum that is not finite."""
     total = scratch[scratch.shape[0] // 2 :][: stop - start]
     is_first = True
     for replica in range(addresses.shape[0]):
@@ -198,9 +199,13 @@ def _scaled(
         total[:] = 0
     limit = scale[addresses.shape[0]]
     if limit < np.inf:
+        is_bad = False
         for i in range(total.shape[0]):
+            is_bad |= total[i] - total[i] != 0
             lowered = -limit if total[i] <= -limit else total[i]
             total[i] = limit if lowered >= limit else lowered
+        if is_bad:
+            alarm[0] = 1
     if factor != 1:
         for i in range(total.shape[0]):
             total[i] *= factor
@@ -210,8 +215,9 @@ def _scaled(
 # ``piece`` updates elements start to stop of parameters and slots, the lane's piece of that number, whose gradients are
 # ``g + h``. A server before this one may have half done it: it gives what that one has kept back. ``arrays`` makes
 # parameters and slots of their addresses and lengths. Compiled code has no loop over arrays, so a text is filled in.
+# The sum minus itself is 0 unless it is infinite or NaN. The alarm is set before the piece counts as done.
 _UNROLLED = """
-def piece(arrays, start, stop, g, h, number, numbers, progress, area):
+def piece(arrays, start, stop, g, h, number, numbers, progress, area, alarm):
     {arrays} = {parts}
     size = w.shape[0]
     if progress.shape[0] > 0:
@@ -223,8 +229,13 @@ def piece(arrays, start, stop, g, h, number, numbers, progress, area):
             for i in range(size):
                 {kept_elements} = {elements}
             _tell(progress, 2 * number - 1)
+    is_bad = False
     for i in range(size):
-        {elements} = step(w[i], g[i] + h[i], {slot_elements} *numbers)
+        total = g[i] + h[i]
+        is_bad |= total - total != 0
+        {elements} = step(w[i], total, {slot_elements} *numbers)
+    if is_bad:
+        alarm[0] = 1
     if progress.shape[0] > 0:
         _tell(progress, 2 * number)
 
@@ -257,8 +268,7 @@ def unrolled(slots: int, step: Callable[..., Any], dtype: np.dtype[Any]) -> tupl
 
 def dense(piece: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., None]:
     """The loop that updates ranges whose gradients, of the addresses, lie where the parameters do. ``scale`` is that of
-    `_scaled`, or empty; ``before`` counts the lane's pieces before these ranges; ``which`` names the factor of each
-    range, in double precision."""
+    `_scaled`, or empty; ``before`` counts the lane's pieces before; ``which`` has each range's factor, in float64."""
     rounded = dtype.type
 
     def loop(
@@ -270,12 +280,10 @@ def dense(piece: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., Non
         which: Array,
         arrays: tuple[Array, ...],
         numbers: tuple[Any, ...],
-        chunk: int,
-        progress: Array,
-        area: Array,
-        scratch: Array,
+        lane: tuple[Array, Array, Array, Array],
     ) -> None:
-        done, number = _done(progress), before[0]
+        progress, area, scratch, alarm = lane
+        done, number, chunk = _done(progress), before[0], len(scratch) // 2
         for r in range(ranges.shape[0]):
             for start in range(ranges[r, 0], ranges[r, 1], chunk):
                 number += 1
@@ -284,10 +292,10 @@ def dense(piece: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., Non
                 stop = min(start + chunk, ranges[r, 1])
                 if scale.shape[0] > 0:
                     factor = rounded(factors[which[r]])
-                    g, h = _scaled(addresses, arrays[0], scale, factor, scratch, start, stop)
+                    g, h = _scaled(addresses, arrays[0], scale, factor, scratch, start, stop, alarm)
                 else:
                     g, h = _addends(addresses, arrays[0], scratch, start, stop)
-                piece(arrays, start, stop, g, h, number, numbers, progress, area)
+                piece(arrays, start, stop, g, h, number, numbers, progress, area, alarm)
 
     return loop
 
@@ -305,12 +313,10 @@ def sparse(piece: Callable[..., None]) -> Callable[..., None]:
         memory: tuple[Array, Array, Array],
         arrays: tuple[Array, ...],
         numbers: tuple[Any, ...],
-        chunk: int,
-        progress: Array,
-        area: Array,
-        scratch: Array,
+        lane: tuple[Array, Array, Array, Array],
     ) -> None:
-        table, named, brought = memory
+        progress, area, scratch, alarm = lane
+        (table, named, brought), chunk = memory, len(scratch) // 2
         like, width = arrays[0], share[3]
         count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
         done, number, ahead = _done(progress), 0, min(width, chunk)
@@ -327,7 +333,7 @@ def sparse(piece: Callable[..., None]) -> Callable[..., None]:
                 last = min(first + chunk, width)
                 g, h = _addends_of_row(brought, named[k, 1], like, width, first, last, scratch)
                 start = named[k, 0] * width
-                piece(arrays, start + first, start + last, g, h, number, numbers, progress, area)
+                piece(arrays, start + first, start + last, g, h, number, numbers, progress, area, alarm)
 
     return loop
 
@@ -348,12 +354,10 @@ def rowwise(squares: Callable[..., None], piece: Callable[..., None]) -> Callabl
         partial: Array,
         arrays: tuple[Array, Array],
         numbers: tuple[Any, ...],
-        chunk: int,
-        progress: Array,
-        area: Array,
-        scratch: Array,
+        lane: tuple[Array, Array, Array, Array],
     ) -> None:
-        table, named, brought = memory
+        progress, area, scratch, alarm = lane
+        (table, named, brought), chunk = memory, len(scratch) // 2
         (like, sums), width = arrays, share[3]
         count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
         done, number, ahead = _done(progress), 0, min(width, chunk)
@@ -368,8 +372,8 @@ def rowwise(squares: Callable[..., None], piece: Callable[..., None]) -> Callabl
             number += 1
             is_summed = number > done
             if is_summed:
-                for lane in range(partial.shape[0]):
-                    partial[lane] = 0
+                for part in range(partial.shape[0]):
+                    partial[part] = 0
                 for first in range(0, width, chunk):
                     last = min(first + chunk, width)
                     g, h = _addends_of_row(brought, node, like, width, first, last, scratch)
@@ -382,7 +386,8 @@ def rowwise(squares: Callable[..., None], piece: Callable[..., None]) -> Callabl
                 last = min(first + chunk, width)
                 if width > chunk or not is_summed:
                     g, h = _addends_of_row(brought, node, like, width, first, last, scratch)
-                piece((like,), start + first, start + last, g, h, number, (sums[row], *numbers), progress, area)
+                given = (sums[row], *numbers)
+                piece((like,), start + first, start + last, g, h, number, given, progress, area, alarm)
 
     return loop
 
@@ -520,11 +525,11 @@ def _merged(
     return count
 
 
-# How kernels are entered: the words are the address and the length of each array. First numbers, progress, area and
-# scratch; then of a dense one ranges, addresses, scale, before, factors, which, of a sparse one the addresses of values
-# and of indices, lengths, share, table, named, brought, and partial sums where a rule has one number for each row; at
-# last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and two counts: where the result goes, and the
-# elements of a row.
+# How kernels are entered: the words are the address and the length of each array. First numbers, progress, area,
+# scratch and alarm; then of a dense one ranges, addresses, scale, before, factors, which, of a sparse one the addresses
+# of values and of indices, lengths, share, table, named, brought, and partial sums where a rule has one number for each
+# row; at last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and two counts: where the result goes,
+# and the elements of a row.
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -537,46 +542,48 @@ def _table(words: Array, place: int, width: int) -> Array:
     return numba.carray(_pointer(words[2 * place], words), (words[2 * place + 1], width))
 
 
+@numba.njit(error_model="numpy", **_ALONE)
+def _lane(words: Array, dtype: Any) -> tuple[Array, Array, Array, Array]:
+    """What every kernel of a rule has of its lane: progress, area, scratch and alarm."""
+    integers = words.dtype
+    return _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype), _array(words, 4, integers)
+
+
 def _enter_dense(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
     def enter(call: Any) -> None:
-        words = numba.carray(call, 28)
+        words = numba.carray(call, 30)
         integers = words.dtype
         numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
-        progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
-        ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
-        scale, before, chunk = _array(words, 6, dtype), _array(words, 7, integers), len(scratch) // 2
-        factors, which, made = _array(words, 8, _FACTORS), _array(words, 9, integers), arrays(words, 10)
-        loop(ranges, addresses, scale, before, factors, which, made, numbers, chunk, progress, area, scratch)
+        ranges, addresses = _table(words, 5, 2), _array(words, 6, integers)
+        scale, before = _array(words, 7, dtype), _array(words, 8, integers)
+        factors, which, made = _array(words, 9, _FACTORS), _array(words, 10, integers), arrays(words, 11)
+        loop(ranges, addresses, scale, before, factors, which, made, numbers, _lane(words, dtype))
 
     return enter
 
 
 def _enter_sparse(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
     def enter(call: Any) -> None:
-        words = numba.carray(call, 30)
+        words = numba.carray(call, 32)
         integers = words.dtype
         numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
-        progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
-        values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
-        share, table = _array(words, 7, integers), _array(words, 8, _PLACE)
-        named, brought = _table(words, 9, 3), _table(words, 10, 2)
-        memory, chunk = (table, named, brought), len(scratch) // 2
-        loop(values, indices, lengths, share, memory, arrays(words, 11), numbers, chunk, progress, area, scratch)
+        values, indices, lengths = _array(words, 5, integers), _array(words, 6, integers), _array(words, 7, integers)
+        share, table = _array(words, 8, integers), _array(words, 9, _PLACE)
+        memory, made = (table, _table(words, 10, 3), _table(words, 11, 2)), arrays(words, 12)
+        loop(values, indices, lengths, share, memory, made, numbers, _lane(words, dtype))
 
     return enter
 
 
 def _enter_rowwise(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
     def enter(call: Any) -> None:
-        words = numba.carray(call, 28)
+        words = numba.carray(call, 30)
         integers = words.dtype
         numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
-        progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
-        values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
-        share, table, partial = _array(words, 7, integers), _array(words, 8, _PLACE), _array(words, 11, dtype)
-        memory, chunk = (table, _table(words, 9, 3), _table(words, 10, 2)), len(scratch) // 2
-        made = arrays(words, 12)
-        loop(values, indices, lengths, share, memory, partial, made, numbers, chunk, progress, area, scratch)
+        values, indices, lengths = _array(words, 5, integers), _array(words, 6, integers), _array(words, 7, integers)
+        share, table, partial = _array(words, 8, integers), _array(words, 9, _PLACE), _array(words, 12, dtype)
+        memory, made = (table, _table(words, 10, 3), _table(words, 11, 2)), arrays(words, 13)
+        loop(values, indices, lengths, share, memory, partial, made, numbers, _lane(words, dtype))
 
     return enter
 

@@ -178,7 +178,8 @@ class BoundRanges:
             gradients = [gradient[part] for gradient in self._gradients]
             own = tuple(slot[part] for slot in slots)
             scale = (*(weights or [1.0] * len(gradients)), float(values[which[of]])) if is_scaled else ()
-            reference(self._rule, parameters[part], gradients, own, hyperparameters, t, scale)
+            if not reference(self._rule, parameters[part], gradients, own, hyperparameters, t, scale):
+                self._lane.alarm[0] = 1
 
 
 def in_turn(updates: Sequence[Callable[[], None]]) -> Callable[[], None]:
@@ -284,7 +285,7 @@ def _bound(
 ) -> object_loader.Bound:
     """The kernel over arrays as `jit` describes them. ``numbers`` are those of the rule."""
     scratch = np.full(2 * (_block_nbytes(lane) // numbers.itemsize), -0.0, numbers.dtype)
-    return kernel(numbers, lane.progress, lane.area(numbers.dtype), scratch, *arrays, *written)
+    return kernel(numbers, lane.progress, lane.area(numbers.dtype), scratch, lane.alarm, *arrays, *written)
 
 
 def _block_nbytes(lane: Lane) -> int:

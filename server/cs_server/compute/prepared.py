@@ -93,6 +93,8 @@ class Prepared:
             self.instructions += stores.close(phase)
         self.instructions += stores.end()
         self.set_ticket = stores.set_ticket
+        #: The address of `Executor.alarm`.
+        self.alarm_address = int(undo.alarm.ctypes.data)
 
     def _together(self, shares: Sequence[Bound]) -> None:
         """Carry out all of these, those after the first by helpers."""

@@ -47,8 +47,9 @@ _LANE_NBYTES = _LINE_NBYTES + _ARRAYS * KEPT_NBYTES
 #: Bytes of the whole area; only the used part is ever touched.
 UNDO_NBYTES = _HEAD_NBYTES + LANES * _LANE_NBYTES
 
-# The head: the current commit and phase as one number, the number of its lanes, and the last finished commit.
-_TAG, _COUNT, _DONE = 0, 1, 2
+# The head: the current commit and phase as one number, the number of its lanes, the last finished commit, and whether a
+# sum of gradients was not finite.
+_TAG, _COUNT, _DONE, _ALARM = 0, 1, 2, 3
 # A lane: its current phase, inverted while the progress is not yet that of this phase; and the progress, which is
 # 2 * (pieces done) + (the next piece is kept).
 _LANE_TAG, _PROGRESS = 0, 1
@@ -67,7 +68,9 @@ def used_nbytes(lanes: int) -> int:
 class Lane:
     """One thread's part in a phase. Without memory it keeps nothing and does all pieces."""
 
-    def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, memory: NDArray[np.uint8] | None = None, alarm: NDArray[np.int64] | None = None) -> None:
+        #: One word, which is set to 1 where a sum of gradients is not finite. All lanes of a commit share it.
+        self.alarm: NDArray[np.int64] = np.zeros(1, np.int64) if alarm is None else alarm
         if memory is None:
             memory = np.empty(0, np.uint8)
         self._line = memory[:_LINE_NBYTES].view(np.int64)
@@ -166,7 +169,10 @@ class Undo:
         self._memory = memory
         head = np.zeros(_HEAD_NBYTES, np.uint8) if memory is None else memory[:_HEAD_NBYTES]
         #: The words of the head.
-        self.head: NDArray[np.int64] = head[:24].view(np.int64)
+        self.head: NDArray[np.int64] = head[: 8 * (_ALARM + 1)].view(np.int64)
+        #: One word, which is not 0 if a sum of gradients in the last commit was not finite. A server that continues the
+        #: commit finds it set; whoever reads it sets it to 0.
+        self.alarm: NDArray[np.int64] = self.head[_ALARM:]
         self._head = self.head.data
         #: Noted in one phase and read in those that follow it, also by the next server: what they overwrite cannot be
         #: computed again.
@@ -226,7 +232,7 @@ class Undo:
         if which not in self._lanes:
             first = _HEAD_NBYTES + which * _LANE_NBYTES
             memory = None if self._memory is None else self._memory[first : first + _LANE_NBYTES]
-            self._lanes[which] = Lane(memory)
+            self._lanes[which] = Lane(memory, self.alarm)
         return self._lanes[which]
 
     @property

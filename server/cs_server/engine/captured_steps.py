@@ -17,14 +17,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 from cs_proto import marks
 from cs_proto.arrays import Location
-from cs_proto.codec import MARK_NBYTES
 from cs_proto.errors import CentralStorageError
-from cs_proto.frozen import frozen
 from cs_proto.messages import (
     MOST_AHEAD,
     ApplyPoint,
@@ -45,7 +42,7 @@ from cs_proto.messages import (
     WaitReport,
     WriteNote,
 )
-from cs_proto.records import replace
+from cs_proto.records import altered, replace
 from cs_server.events import Apply, Command, Commit, Computed, Event, Finished, Received, Send, Tick, Write
 
 from . import dispatch, sessions, stored_steps
@@ -53,15 +50,15 @@ from .captured_ground import Ground, ground_of
 from .catalogue import optimizers, updates
 from .open_step import Held, OpenStep, whole
 from .step_kinds import Kind, Shape, do_meet, kind_of, shape_of
+from .step_plans import NextStep, Plan, Plans
 from .steps import merge, progress, watchdog
 from .store import reasons
-from .store.account import Account
+from .store.account import KINDS, Account
 from .store.control_log import ControlFull
 from .store.state import State
-from .store.tables import CapturedStep
-from .stored_steps import returned, with_account
+from .stored_steps import Place, place_of, with_account
 
-__all__ = ["CapturedSteps", "NextStep", "is_small"]
+__all__ = ["CapturedSteps", "is_small"]
 
 _log = logging.getLogger("cs_server.engine")
 
@@ -71,8 +68,6 @@ _SMALL_NBYTES = 4096
 _STEP_NBYTES, _STEPS_NBYTES = 1 << 20, 16 << 20
 # The longest lookahead: that many steps are heard again when the tables are brought up to date.
 _MOST_AHEAD = 16
-# The most kinds of steps. The last step of each is kept.
-_KINDS = 8
 # To hear the last steps again costs as much as to hear them in the general way. So if something else comes after fewer
 # captured steps than that, the next step is not captured.
 _WORTH = 2
@@ -80,18 +75,6 @@ _WORTH = 2
 _SHAPES = 64
 # Requests that change nothing that a later step depends on.
 _READS = (Get, Describe, Locate, Statistics)
-
-
-@frozen
-class NextStep:
-    """A step that a program may carry out when each worker has left the mark of its run."""
-
-    run: int
-    #: Whether the workers wait for the mark of its end.
-    is_of_series: bool
-    #: The peer name of each worker, by replica.
-    workers: tuple[bytes, ...]
-    commit: Commit | None
 
 
 class CapturedSteps:
@@ -105,8 +88,7 @@ class CapturedSteps:
         self._forget()
         for place, step in server.tables.captured.items():
             if step.account == account.number and account.begun:
-                heard = [returned(message) for message in step.heard]
-                server.tables.write_captured(with_account(place, step, heard, account, step.since[-1]))
+                server.tables.write_captured(with_account(server.tables.captured, place, account, {}, step.since[-1]))
         account.renew()
 
     def _forget(self) -> None:
@@ -122,15 +104,15 @@ class CapturedSteps:
         self._committing = 0  # the ticket of its commit
         self._shapes: dict[Shape, bool] = {}  # those whose sets exist: whether they have write notes, to be checked
         self._kinds: dict[tuple[Shape, ...], Kind] = {}
-        self._counts = [0] * _KINDS  # of the steps of each kind that the other tables do not have
+        self._counts = [0] * KINDS  # of the steps of each kind that the other tables do not have
         self._tickets = 0  # of their commits and computations
         self._applied: Counter[int] = Counter()  # in them, by variable set
         self._sizes: dict[tuple[int, int], int] = {}  # bytes of what is written down of them, by place
         self._nbytes = 0
         self._has_changes = False  # whether steps among them have brought changes of hyperparameters
-        self._armed: tuple[tuple[int, int], CapturedStep] | None = None  # the step that the account follows
-        self._next: tuple[NextStep, Counter[int]] | None = None  # with what is applied after it
-        self._refused: set[int] = set()  # kinds of which no program carries out steps
+        self._plans = Plans()
+        self._followed: Place | None = None  # the place of the step that the account follows
+        self._next: tuple[NextStep, Plan, Counter[int]] | None = None  # with what is applied after it
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
         """The commands that follow from ``event``. None if the event needs the general way."""
@@ -283,7 +265,7 @@ class CapturedSteps:
             return True
         if writes is None:
             for part in shape:
-                if type(part) is tuple and len(part) == 3:
+                if type(part) is tuple and len(part) == 4:
                     for optimizer, number, _ in part[0]:
                         known = server.tables.sets.get(number)
                         if known is None or known.optimizer != optimizer:
@@ -310,17 +292,17 @@ class CapturedSteps:
         kind = self._kind_of(tuple([held.shape for held in in_order]))
         if isinstance(kind, int):
             return kind
-        run, series, lookahead = returns[0].run[0], returns[0].series, returns[0].lookahead
-        place = kind.number, run % (1 + lookahead) if series else 0
+        place = place_of(kind.number, returns[0])
         step = self._open.ended(self._held, self._counts[kind.number] + 1)
         size = sum(map(len, step.heard))
         grows = size - self._sizes.get(place, 0)
         if size > _STEP_NBYTES or self._nbytes + grows > _STEPS_NBYTES:
             return reasons.LARGE
-        is_repeated = self._is_repeated(kind, returns[0]) and not any(held.event.parts for held in self._held)
-        # What the account may bring: one step for each place, with bodies as long as marks can be.
-        most = (1 + lookahead if series else 1) * (size + len(step.heard) * MARK_NBYTES)
-        if is_repeated := is_repeated and self._nbytes + grows + most <= _STEPS_NBYTES:
+        self._plans.decided(kind, returns, size, by_marks=not any(held.event.parts for held in self._held))
+        most = self._plans.nbytes
+        # Another server has the changes of a step only from its message, which those of the account may replace.
+        is_followed = most > 0 and not returns[0].changes and self._nbytes + grows + most <= _STEPS_NBYTES
+        if is_followed:
             step = replace(step, account=self._account.number)
         try:
             if tables.is_ahead:
@@ -339,11 +321,9 @@ class CapturedSteps:
             # The next step writes them. Until then the message of this one has them, and whoever hears it again, and
             # those after it, finds the same numbers.
             tables.keep()
-        self._armed = (place, step) if is_repeated else None
-        self._counts[kind.number] += 1
+        self._followed = place if is_followed else None
         self._note_size(place, size)
-        self._run, self._series, self._lookahead = run, series, lookahead
-        self._returns, self._kind, self._began = returns, kind, step.since[0]
+        self._note_step(kind, returns, step.since[0])
         self._held = []
         if kind.questions:
             self._open = OpenStep(tables)
@@ -357,7 +337,7 @@ class CapturedSteps:
         """The kind of a step of these shapes, by replica. The reason if it is not captured."""
         kind = self._kinds.get(shapes)
         if kind is None:
-            if len(self._kinds) == _KINDS:
+            if len(self._kinds) == KINDS:
                 return reasons.KINDS
             if not do_meet(shapes):
                 return reasons.FAILED
@@ -433,61 +413,66 @@ class CapturedSteps:
 
     # --- steps by a program -------------------------------------------------------------------------------------------
 
-    def _is_repeated(self, kind: Kind, returned: Return) -> bool:
-        """Whether a step does what the one before it did, and nothing else than to apply gradients."""
-        is_next = (returned.run[0], returned.series) == (self._run + 1, self._series)
-        only_applies = kind.points == kind.applies and not kind.notes and not returned.changes
-        return kind is self._kind and is_next and only_applies and kind.number not in self._refused
-
-    def next_step(self) -> NextStep | None:
-        """The step after the last one, for a program to carry out. None if it has to come as messages."""
-        if self._armed is None or self._committing:
+    def next_step(self, base: Return | None = None) -> NextStep | None:
+        """The step after the last one, for a program to carry out. None if it has to come as messages. The first
+        replica brings what it brought with ``base``; without it, the kind is the one that is expected."""
+        if self._followed is None or self._committing:
             return None
-        ground, kind, applied = self._ground, self._kind, self._applied.copy()
+        ground, kind, run = self._ground, self._kind, self._run + 1
         assert ground is not None
         assert kind is not None
-        points: list[Any] = list(zip(*[record.notes for record in self._returns], strict=True))
+        plan = self._plans.expected(kind) if base is None else self._plans.alike(base)
+        if plan is None or not self._is_next(altered(plan.returns[0], run=(run,))):
+            return None
+        applied, counts = self._applied.copy(), self._counts.copy()
+        points: list[Any] = list(zip(*[record.notes for record in plan.returns], strict=True))
         try:
             operations = progress.make(self._server, points, (), applied)
         except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             return None
+        counts[plan.kind.number] += 1
         ticket = self._server.tables.tally.tickets + self._tickets + 1
         peers = tuple([peer for peer, _ in ground.workers])
         commit = Commit(ticket, operations) if operations else None
-        step = NextStep(self._run + 1, self._series > 0, peers, commit)
-        self._next = step, applied
+        is_of_series = plan.returns[0].series > 0
+        step = NextStep(run, plan.kind.number, tuple(counts), plan.returns, is_of_series, peers, commit)
+        self._next = step, plan, applied
         return step
 
     def refuse(self) -> None:
-        """No program carries out steps like the last one."""
-        assert self._kind is not None
-        self._refused.add(self._kind.number)
-        self._fold()
+        """No program carries out steps like that of :meth:`next_step`."""
+        assert self._next is not None
+        self._plans.refuse(self._next[0].kind)
 
     def passed(self, now: float) -> list[Command]:
         """The answers to the step of :meth:`next_step`, which a program has carried out. The workers have theirs."""
-        ground, kind = self._ground, self._kind
+        ground = self._ground
         assert self._next is not None
         assert ground is not None
-        assert kind is not None
-        step, self._applied = self._next
+        step, plan, self._applied = self._next
         bodies = self._account.bodies(step.run)
-        self._returns = [marks.returned(*each) for each in zip(self._returns, repeat(step.run), bodies)]
-        self._run, self._began = step.run, now
+        returns = [marks.returned(record, step.run, body) for record, body in zip(plan.returns, bodies, strict=True)]
+        self._note_step(plan.kind, returns, now)
+        self._tickets += bool(plan.kind.commits)
+        values = tuple([record.value for record in returns if record.value is not None])
+        return [Send(ground.controller, RunFinished((step.run,), values, None, plan.kind.commits))]
+
+    def _note_step(self, kind: Kind, returns: list[Return], began: float) -> None:
+        """A step of that kind is the last one."""
+        self._plans.follow(self._kind, kind)
         self._counts[kind.number] += 1
-        self._tickets += bool(kind.commits)
-        values = tuple([record.value for record in self._returns if record.value is not None])
-        return [Send(ground.controller, RunFinished((step.run,), values, None, kind.commits))]
+        self._run, self._series, self._lookahead = returns[0].run[0], returns[0].series, returns[0].lookahead
+        self._returns, self._kind, self._began = returns, kind, began
 
     def _fold(self) -> None:
         """Write the steps of the account to the store. From now on they are captured ones like others."""
-        if self._armed is None:
+        if self._followed is None:
             return
-        place, step = self._armed
-        self._armed = self._next = None
+        place, self._followed, self._next = self._followed, None, None
         if self._account.begun:
             _log.debug("%d steps were carried out by a program, up to run %d", self._account.begun, self._run)
-            steps = with_account(place, step, self._returns, self._account, self._began)
+            captured = self._server.tables.captured
+            steps = with_account(captured, place, self._account, self._plans.returns, self._began)
             self._server.tables.write_captured(steps)
             for each, folded in steps.items():
                 self._note_size(each, sum(map(len, folded.heard)))

@@ -42,6 +42,7 @@ from cs_proto.messages import (
     RunFinished,
     Statistics,
     StepFinished,
+    Variable,
     WaitReport,
 )
 from cs_proto.records import Record, replace
@@ -61,8 +62,9 @@ from cs_server.events import (
 )
 
 from . import dispatch, sessions
-from .captured_steps import CapturedSteps, NextStep, is_small
-from .catalogue import optimizers, slabs
+from .captured_steps import CapturedSteps, is_small
+from .catalogue import optimizers, slabs, variables
+from .step_plans import NextStep
 from .steps import progress, replay_check, runs
 from .store.account import Account, account_nbytes
 from .store.control_log import Control
@@ -128,11 +130,12 @@ class Engine:
                 raise
             return self._attempt(with_changes(asked, event=_refused(event, error)), now)
 
-    def next_step(self) -> NextStep | None:
+    def next_step(self, base: Return | None = None) -> NextStep | None:
         """The step after the last one, if it may be carried out without the engine, and before it hears anything else:
-        each worker returns what it returned before, with another value. :meth:`passed` must follow, or
-        :meth:`refuse_steps` if no such step can be carried out so; or any other event."""
-        return self._captured.next_step()
+        each worker returns what it returned in an earlier step, with another value. It is the kind of step in which the
+        first worker returns what ``base`` has, or the one that is expected. :meth:`passed` must follow, or
+        :meth:`refuse_steps` if no such step can be carried out so; or another call, or any other event."""
+        return self._captured.next_step(base)
 
     def passed(self, now: float) -> list[Command]:
         """The commands that follow when the step of :meth:`next_step` has been carried out."""
@@ -162,6 +165,10 @@ class Engine:
     def writer(self, peer: bytes) -> str:
         """As :func:`.sessions.writer`."""
         return sessions.writer(self._server, peer)
+
+    def variable(self, number: int) -> Variable:
+        """The variable with this number, but for its version. Raises InvalidArgumentError if there is none."""
+        return variables.row(self._server, number)
 
     @property
     def results_nbytes(self) -> int:

@@ -159,8 +159,8 @@ def hello(server: State, peer: bytes, record: Hello, now: float) -> bool:
         for other, session in server.tables.clients.items():
             if session.hello.role == "controller" and session.hello.client != record.client:
                 raise ContextError(
-                    f"client {session.hello.client} (pid {session.hello.pid}) controls this service; a second "
-                    "strategy needs a service of its own (in a child of a launched script: unset CS_ADDRESS)"
+                    f"process {session.hello.pid} controls this service; a second strategy needs a service of its own "
+                    "(in a child of a launched script: unset CS_ADDRESS)"
                 )
             if session.hello.client == record.client and other != peer:
                 del server.tables.clients[other]  # the same client over a new socket

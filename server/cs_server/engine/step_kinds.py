@@ -11,8 +11,8 @@ from cs_proto.records import Record
 
 __all__ = ["Kind", "Shape", "do_meet", "kind_of", "shape_of", "shapes_of"]
 
-#: What counts of the notes and questions of one replica, in order: of an apply its sets and the bound on the gradients,
-#: of an assign the variable and the operation, of a write note the variable, and of a question its kind.
+#: What counts of the notes and questions of one replica, in order: of an apply its sets, the bound on the gradients and
+#: the call site, of an assign the variable and the operation, of a write note the variable, and of a question its kind.
 Shape: TypeAlias = tuple[Any, ...]
 
 
@@ -51,7 +51,7 @@ def shape_of(record: Ask | Return, before: Shape = ()) -> Shape | None:
             for _, number, _ in sets:
                 if not number:  # the replica would wait for it
                     return None
-            parts.append((tuple(sets), note.global_clipnorm, note.clip_epsilon))
+            parts.append((tuple(sets), note.global_clipnorm, note.clip_epsilon, note.site))
             k += 1
         elif type(note) is AssignPoint:
             if note.checked:
@@ -81,15 +81,16 @@ def shapes_of(heard: Sequence[Record]) -> tuple[Shape, ...]:
 
 
 def do_meet(shapes: Sequence[Shape]) -> bool:
-    """Whether the replicas have brought the same merge points."""
-    return len({tuple([part for part in shape if type(part) is not int]) for shape in shapes}) == 1
+    """Whether the replicas have brought the same merge points. Their call sites may differ."""
+    points = [[part for part in shape if type(part) is not int] for shape in shapes]
+    return len({tuple([part[:3] if type(part) is tuple else part for part in each]) for each in points}) == 1
 
 
 def kind_of(number: int, shapes: Sequence[Shape]) -> Kind:
     """The kind of steps in which the replicas bring notes of these shapes, by replica."""
     questions = sum(type(part) is str for part in shapes[0])
     points = [part for part in shapes[0] if type(part) is tuple]
-    applies = [part[0] for part in points if len(part) == 3]
+    applies = [part[0] for part in points if len(part) == 4]
     notes = [part for shape in shapes for part in shape if type(part) is int]
     return Kind(
         number,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import TypeAlias
 
 from cs_proto import codec, marks
 from cs_proto.errors import PeerProtocolError
@@ -21,7 +22,10 @@ from .store.control_log import ControlDamaged
 from .store.state import State
 from .store.tables import CapturedStep, Tables, joined, parted
 
-__all__ = ["OPEN", "count", "opened", "replay", "returned", "with_account"]
+__all__ = ["OPEN", "Place", "count", "opened", "place_of", "replay", "span_of", "with_account"]
+
+#: The number of a kind, and a number that tells some of its steps apart.
+Place: TypeAlias = tuple[int, int]
 
 #: In place of the number of a kind: what the replicas have asked in a step of which not all have returned. Each round
 #: of questions has a place.
@@ -29,23 +33,57 @@ OPEN = -1
 
 
 def with_account(
-    place: tuple[int, int], step: CapturedStep, returns: Sequence[Return], account: Account, now: float
-) -> dict[tuple[int, int], CapturedStep]:
-    """The captured steps, by place, that take the place of ``step`` and the steps of the account. ``returns`` are those
-    of one of them."""
-    first, series = returned(step.heard[0]).run[0], returns[0].series
-    span = 1 + returns[0].lookahead if series else 1
-    made = {place: replace(step, account=0)}
-    for number in range(max(1, account.begun + 1 - span), account.begun + 1):
-        run = first + number
+    captured: Mapping[Place, CapturedStep],
+    place: Place,
+    account: Account,
+    returns: Mapping[int, Sequence[Return]],
+    now: float,
+) -> dict[Place, CapturedStep]:
+    """The captured steps that change by the steps of the account, which follow the one at ``place``. Each of these
+    brings what the last captured step of its kind has brought: ``returns`` has the Returns of such steps, as far as
+    they are known. Raises ControlDamaged if there is no such step."""
+    last: dict[int, Place] = {}  # of each kind
+    for where, step in captured.items():
+        if where[0] not in last or step.count > captured[last[where[0]]].count:
+            last[where[0]] = where
+
+    def brought(kind: int) -> Sequence[Return]:
+        if kind in returns:
+            return returns[kind]
+        if kind not in last:
+            raise ControlDamaged(f"the account has a step of kind {kind}, and the control store has none")
+        return [_returned(message) for message in captured[last[kind]].heard]
+
+    made = {place: replace(captured[place], account=0)}
+    first = _returned(captured[place].heard[-1]).run[0]
+    end = first + account.begun
+    newest, counts = account.kind(end)
+    behind = set(last)
+    for run in range(max(first + 1, end + 1 - span_of(brought(newest)[0])), end + 1):
+        kind, known = account.kind(run)
         bodies = account.bodies(run)
-        brought = [marks.returned(record, run, bodies[record.replica]) for record in returns]
-        heard = tuple([joined(codec.encode(record)) for record in brought])
-        made[place[0], run % span if series else 0] = CapturedStep(step.count + number, (now,) * len(heard), heard)
+        ended = [marks.returned(record, run, bodies[record.replica]) for record in brought(kind)]
+        heard = tuple([joined(codec.encode(record)) for record in ended])
+        made[place_of(kind, ended[0])] = CapturedStep(known[kind], (now,) * len(heard), heard)
+        behind.discard(kind)
+    for kind in behind - {OPEN}:  # no peer asks for their steps any more, so these are only counted
+        where = last[kind]
+        if counts[kind] > captured[where].count:
+            made[where] = replace(made.get(where, captured[where]), count=counts[kind])
     return made
 
 
-def returned(message: bytes) -> Return:
+def place_of(kind: int, record: Return) -> Place:
+    """The place of a step. Those of a series that a peer may still ask for have places of their own."""
+    return kind, record.run[0] % span_of(record)
+
+
+def span_of(record: Return) -> int:
+    """For the results of how many steps a peer may ask."""
+    return 1 + record.lookahead if record.series else 1
+
+
+def _returned(message: bytes) -> Return:
     """The Return in a message of a captured step. Raises ControlDamaged if it does not read back."""
     record = _read(message)
     if not isinstance(record, Return):

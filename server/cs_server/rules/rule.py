@@ -94,14 +94,14 @@ def reference(
     hyperparameters: Hyperparameters,
     t: int,
     scale: Sequence[float] = (),
-) -> None:
+) -> bool:
     """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
 
     All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
     `computed_in`. A slot with one number for each row has only the first axis, and the arrays are contiguous. The
     gradients stand in replica order and are added one after the other. `scale` has the weight of each gradient and, at
-    last, the factor of their sum; empty, all are 1. Raises InvalidArgumentError as `scalars` does, and when there is no
-    gradient.
+    last, the factor of their sum; empty, all are 1. Returns whether all elements of the sum are finite; very large ones
+    may not count as finite. Raises InvalidArgumentError as `scalars` does, and when there is no gradient.
     """
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
@@ -112,15 +112,17 @@ def reference(
         total = summed(gradients, scale[:-1], wide)
         if scale:
             scaled(total, scale[-1])
+        is_finite = bool(np.isfinite(total.sum()))
         if rule.row is not None:
             table = parameters.reshape(math.prod(parameters.shape[:1]), math.prod(parameters.shape[1:]))
             for part in (grow, move):
                 part(rule, table, total.reshape(table.shape), slots[0].reshape(len(table)), hyperparameters, t)
-            return
+            return is_finite
         before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
         updated = rule.step(before[0], total, *before[1:], *numbers)
         for target, value in zip((parameters, *slots), updated, strict=True):
             target[...] = value
+    return is_finite
 
 
 def grow(rule: Rule, parameters: Array, gradient: Array, slot: Array, hyperparameters: Hyperparameters, t: int) -> None:

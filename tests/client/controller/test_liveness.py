@@ -10,7 +10,7 @@ from central_storage.controller.liveness import Liveness
 from cs_proto.errors import ReplicaLostError
 from cs_proto.messages import Died, Worker
 
-WORKER = Worker(1, 1, 40, "cpu:1", "ipc:///run/w1.1")
+WORKER = Worker(1, 1, 40, "cpu:1")
 
 
 def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
@@ -26,7 +26,7 @@ def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
     deaths.server_serves()
     deaths.took_place(WORKER)  # the one that died
     assert not deaths.has_worker(1)
-    deaths.took_place(Worker(1, 2, 42, "cpu:1", "ipc:///run/w1.2"))
+    deaths.took_place(Worker(1, 2, 42, "cpu:1"))
     assert deaths.restarts_named() == ""
     assert deaths.has_worker(1)
 
@@ -45,6 +45,6 @@ def test_after_a_death_for_good_there_is_little_patience_and_no_run() -> None:
 
 def test_a_death_that_is_heard_after_its_worker_was_replaced_is_over() -> None:
     deaths = Liveness()
-    deaths.hear(Died("worker", 1, 1, 40, "SIGKILL", "", True), [Worker(1, 2, 41, "cpu:1", "ipc:///run/w1.2")], 0.0)
+    deaths.hear(Died("worker", 1, 1, 40, "SIGKILL", "", True), [Worker(1, 2, 41, "cpu:1")], 0.0)
     assert deaths.has_worker(1)
     assert deaths.last is not None

@@ -22,7 +22,7 @@ KILLED = Died("worker", 1, 1, 55, "SIGKILL", "its last line", False)
 class Link:
     """What a link knows of its service."""
 
-    workers: tuple[Worker, ...] = tuple(Worker(rank, 1, 50 + rank, "cpu:0", "ipc://x") for rank in range(2))
+    workers: tuple[Worker, ...] = tuple(Worker(rank, 1, 50 + rank, "cpu:0") for rank in range(2))
     last_death: Died | None = None
 
 

@@ -20,7 +20,7 @@ from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervisor.lifecycle import Service
 from central_storage.launch.supervisor.loop import Loop
 from cs_proto.codec import decode, encode
-from cs_proto.messages import Introduce, MadeProgress, Ready
+from cs_proto.messages import PROTOCOL, Introduce, MadeProgress, Ready
 from cs_proto.records import Record
 from cs_runtime.transport.readiness import is_readable
 
@@ -28,14 +28,23 @@ from cs_runtime.transport.readiness import is_readable
 LIMIT = unit(20)
 
 # Packets come ready-made, so that a stand-in starts in a few milliseconds. STANDIN_<label> is run before it says that
-# it is ready, STANDIN_<label>_READY after; there ``incarnation`` says which start it is.
+# it is ready, STANDIN_<label>_READY after; there ``incarnation`` says which start it is. The packets that it receives
+# are no introductions, which begin with these two bytes: they are kept.
 STANDIN = """
 import json, mmap, os, signal, socket, subprocess, sys
 role, rank = os.environ["CS_ROLE"], os.environ.get("RANK", "0")
 label = role if role == "server" else "w" + rank
 incarnation = int(sys.argv[sys.argv.index("--incarnation") + 1])
 introduce, ready, worked = map(bytes.fromhex, json.loads(os.environ["STANDIN_PACKETS"])[label][incarnation - 1])
-link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+class Link(socket.socket):
+    introduced = []
+    def recvmsg(self, nbytes, *others):
+        while (got := super().recvmsg(1 << 17, *others))[0][:2] == b"\\x98\\x6e":
+            self.introduced.append(got[0])
+        return got
+    def recv(self, nbytes):
+        return self.recvmsg(nbytes)[0]
+link = Link(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect(os.path.join(os.environ["CS_RUN_DIRECTORY"], "supervisor"))
 link.send(introduce)
 exec(os.environ.get("STANDIN_" + label, ""))
@@ -54,7 +63,7 @@ def standin_environment(**code: str) -> dict[str, str]:
     """The environment of stand-ins; ``code`` by label or label_READY."""
     packets = {
         label: [
-            [packet(r).hex() for r in (Introduce(role, rank, n, 1), Ready(f"ipc:///run/{label}"), MadeProgress(n))]
+            [packet(r).hex() for r in (Introduce(PROTOCOL, role, rank, n, 1), Ready(), MadeProgress(n))]
             for n in range(1, 9)
         ]
         for label, role, rank in (("server", "server", 0), ("w0", "worker", 0), ("w1", "worker", 1))
@@ -103,17 +112,21 @@ class Client:
     def __init__(self, world: World, role: str = "controller", name: str = "") -> None:
         self.world = world
         self.descriptors: list[int] = []
+        #: The name for its worker, of a launcher that a test plays.
+        self.name = b""
+        #: Its own introduction, and those of others that it was told of.
+        self.introduced: list[Introduce] = []
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.connect(os.path.join(world.directory.path, "supervisor"))
         self.link.setblocking(False)
         if role:
-            self.send(Introduce(role, 0, 1, os.getpid(), name))
+            self.send(Introduce(PROTOCOL, role, 0, 1, os.getpid(), name))
 
     def send(self, record: Record) -> None:
         self.link.send(packet(record))
 
     def receive(self) -> Record | None:
-        """The next record; None at end-of-file."""
+        """The next record that is no introduction; None at end-of-file."""
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self.link, 1 << 17, 1)
@@ -121,7 +134,10 @@ class Client:
                 self.world.turn()
                 continue
             self.descriptors += descriptors
-            return decode([data]) if data else None
+            record = decode([data]) if data else None
+            if not isinstance(record, Introduce):
+                return record
+            self.introduced.append(record)
 
 
 class World:

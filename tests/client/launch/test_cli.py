@@ -28,10 +28,11 @@ Launch = Callable[..., AbstractContextManager[Child]]
 CONNECT = """
 import os, signal, socket, sys, time
 from cs_proto.codec import decode, encode
-from cs_proto.messages import Introduce
+from cs_proto.messages import PROTOCOL, Introduce
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect(os.environ["CS_ADDRESS"] + "/supervisor")
-link.send(b"".join(encode(Introduce("controller", 0, 1, os.getpid()))))
+link.send(b"".join(encode(Introduce(PROTOCOL, "controller", 0, 1, os.getpid()))))
+link.recv(1 << 17)  # the name
 first = decode([link.recv(1 << 17)])
 os.write(1, f"{type(first).__name__}\\n".encode())  # one write: lines of other processes come between two
 """
@@ -171,7 +172,7 @@ def test_gpus_without_cupy_are_2_before_anything_starts(
 
 CHOOSE = CONNECT.replace(
     "link.send(", "link.send(b''.join(encode(DeviceChoice(('cpu:0', 'cpu:1'), 'cpu:0'))))\nlink.send(", 1
-).replace("import Introduce", "import DeviceChoice, Introduce")
+).replace("import PROTOCOL", "import PROTOCOL, DeviceChoice")
 
 
 def test_a_script_chooses_its_devices_where_the_command_line_names_none(

@@ -260,3 +260,20 @@ def test_rings_of_step_times_say_whether_they_are_read(memory: Memory, made: int
     assert not is_watched(second)
     os.close(first)
     os.close(second)
+
+
+def test_memory_that_is_sealed_against_writing_could_not_be_given_to_the_next_server() -> None:
+    """Why no segment has the seal F_SEAL_FUTURE_WRITE: not even the supervisor's own descriptor maps it any more."""
+    future_write = 0x10
+    descriptor = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 4096)
+        with mmap.mmap(descriptor, 4096) as mapped:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, future_write)
+            mapped[0] = 1  # of the first server
+            with pytest.raises(PermissionError):
+                mmap.mmap(descriptor, 4096)
+            with pytest.raises(PermissionError):
+                os.pwrite(descriptor, b"2", 0)
+    finally:
+        os.close(descriptor)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from tests.harness.stand_in_supervisor import StandInSupervisor
+from tests.harness.timing import unit
 
 from central_storage.observer import blocking
 from central_storage.observer.blocking import Patience, Session
@@ -22,6 +24,22 @@ from cs_runtime import open_files
 
 
 @pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """The run directory of a supervisor whose server never answers."""
+    (tmp_path / "server").touch()
+    with StandInSupervisor(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def session(directory: Path) -> Iterator[Session]:
+    """A session with that server."""
+    made = Session(str(directory), 45.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The time, which goes on by a second whenever somebody looks."""
     numbers = count()
@@ -30,12 +48,11 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_a_wait_is_named_at_growing_intervals_until_it_is_too_long(
-    tmp_path: Path, seconds: Iterator[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path, seconds: Iterator[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pace = Pace(10.0)
     monkeypatch.setattr(blocking, "pace_of", lambda _: pace)
-    (tmp_path / "server").touch()
-    session = Session(str(tmp_path), 45.0)
+    session = Session(str(directory), 45.0)
     question, patience = session.get("weights"), Patience(session.timeout)
 
     def look_for_ever() -> None:
@@ -44,14 +61,13 @@ def test_a_wait_is_named_at_growing_intervals_until_it_is_too_long(
 
     with pytest.raises(NoAnswerError, match="did not answer within 45 s"):
         look_for_ever()
+    session.close()
     waited = [record.getMessage() for record in caplog.records]
-    assert waited[0] == f"waiting 10 s for the server in {tmp_path} to answer a Get"
+    assert waited[0] == f"waiting 10 s for the server in {directory} to answer a Get"
     assert [line.split()[1] for line in waited[1:]] == ["20", "40"]
 
 
-def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path: Path) -> None:
-    (tmp_path / "server").touch()
-    session = Session(str(tmp_path), 45.0)
+def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(session: Session) -> None:
     question = session.get("weights")
     assert session.repeats(question) == []
     error = messages.Error(code_of(PeerProtocolError), "a Get: o1 has not sent a Hello", None, "", -1, 0, "")
@@ -67,9 +83,7 @@ def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path
         session.answer(question, refused)
 
 
-def test_an_observer_that_is_refused_when_it_says_hello_once_more_is_told(tmp_path: Path) -> None:
-    (tmp_path / "server").touch()
-    session = Session(str(tmp_path), 45.0)
+def test_an_observer_that_is_refused_when_it_says_hello_once_more_is_told(session: Session) -> None:
     question = session.get("weights")
     error = messages.Error(code_of(DescriptorLimitError), "no descriptor is left", None, "", -1, 0, "")
     refused = [zmq.Frame(part) for part in encode(messages.Refused(0, error))]
@@ -77,17 +91,32 @@ def test_an_observer_that_is_refused_when_it_says_hello_once_more_is_told(tmp_pa
         session.answer(question, refused)
 
 
-def test_a_process_without_descriptors_gets_no_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observer_keeps_its_name_with_the_next_supervisor(tmp_path: Path) -> None:
     (tmp_path / "server").touch()
+    with StandInSupervisor(tmp_path) as supervisor:
+        session = Session(str(tmp_path), unit(20))
+        first = supervisor.next()
+    assert isinstance(first, messages.Introduce)
+    question, patience = session.get("weights"), Patience(session.timeout)
+    session.check_waiting(question, patience)  # there is none: the server may answer all the same
+    (tmp_path / "supervisor").unlink()
+    with StandInSupervisor(tmp_path) as supervisor:
+        session.check_waiting(question, patience)
+        again = supervisor.next()
+        assert isinstance(again, messages.Introduce)
+        assert (again.client, again.name, first.name) == (first.client, b"s", b"")
+        session.close()
+
+
+def test_a_process_without_descriptors_gets_no_observer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_files, "free", lambda: 15)
     with pytest.raises(DescriptorLimitError, match="an observer needs up to 16 descriptors"):
-        Session(str(tmp_path), 45.0)
+        Session(str(directory), 45.0)
 
 
 @pytest.mark.parametrize("kind", [zmq.Context, zmq.asyncio.Context])
-def test_an_observer_that_is_garbage_unclosed_does_not_wait_for_ever(kind: type[zmq.Context], tmp_path: Path) -> None:
-    (tmp_path / "server").touch()
-    session = Session(str(tmp_path), 45.0)
+def test_an_observer_that_is_garbage_unclosed_does_not_wait_for_ever(kind: type[zmq.Context], directory: Path) -> None:
+    session = Session(str(directory), 45.0)
     session.cycle = session  # type: ignore[attr-defined]
     session.context = context = kind()  # type: ignore[attr-defined]
     session.socket = session.open(context)  # type: ignore[attr-defined]

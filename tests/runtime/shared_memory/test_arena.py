@@ -16,6 +16,7 @@ from cs_proto.arrays import INLINE_NBYTES, Array, Location, frame_view
 from cs_proto.errors import MemoryPlanError
 from cs_proto.ranges import merged
 from cs_proto.records import Frame
+from cs_runtime import machine
 from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.shared_memory.mapping import Mapping
 
@@ -221,3 +222,31 @@ def test_what_lies_in_another_segment_is_named_and_kept() -> None:
     assert sys.getrefcount(data) == before
     with pytest.raises(OSError):  # goes into the arena, and this one has no memory at all
         made.share(other.data)
+
+
+def resident(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+@pytest.mark.parametrize("others", [0, 20 << 20], ids=["alone", "beside another process"])
+def test_what_would_fill_the_memory_is_refused_and_takes_none(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 256 << 20
+    descriptor = os.memfd_create("arena")
+    os.ftruncate(descriptor, nbytes)
+    made = Arena(lambda: Mapping("arena/0", descriptor, nbytes, writable=True))
+    small = made.new("uint8", (4 << 20,))
+    # So much is available in all, and others take their part of it after the first look.
+    looks = iter([0, *[others] * 100])
+    left = (64 << 20) + (70 << 20) + resident(descriptor)
+    monkeypatch.setattr(machine, "available_nbytes", lambda: left - resident(descriptor) - next(looks))
+    with pytest.raises(MemoryPlanError) as refused:
+        made.new("uint8", (80 << 20,))
+    available = (70 << 20) - others
+    assert str(refused.value) == (
+        f"{80 << 20} bytes (80.0 MiB) to be sent or returned in arena/0 need {80 << 20} bytes (80.0 MiB) more memory, "
+        f"but {available} bytes ({available >> 20}.0 MiB) are available beside the {64 << 20} bytes that stay free; "
+        "send or return less at a time"
+    )
+    assert resident(descriptor) == 4 << 20
+    assert offset(made.new("uint8", (40 << 20,))) == offset(small) + (4 << 20)
+    assert resident(descriptor) == 44 << 20

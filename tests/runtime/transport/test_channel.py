@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.harness.introduced import introduction
 from tests.harness.timing import unit
 
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.errors import PeerProtocolError, ShutdownError
 from cs_proto.messages import Died, Forget, Mailbox, Offer, Shutdown
-from cs_proto.records import Buffer, Record
+from cs_proto.records import Buffer, Record, replace
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SERVER, SUPERVISOR, Channel, Received
 from cs_runtime.transport.mailboxes import Mailboxes
@@ -47,8 +49,10 @@ class World:
         self.context = stack.enter_context(zmq.Context())
         ours, self.supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.callback(self.supervisor.close)
-        self.link = SupervisorLink(ours, "worker")
+        self.link = SupervisorLink(ours, "server")
         stack.callback(self.link.close)
+        self.tell(replace(introduction(b"c0"), name=b"here"))
+        self.link.await_name()
         wake, self.ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         stack.callback(os.close, wake)
         stack.callback(os.close, self.ringer)
@@ -71,6 +75,7 @@ class World:
             return None
 
     def peer(self, identity: bytes) -> zmq.Socket[bytes]:
+        self.tell(introduction(identity))
         made = self.context.socket(zmq.DEALER)
         self.stack.callback(made.close, linger=0)
         made.setsockopt(zmq.IDENTITY, identity)
@@ -124,6 +129,44 @@ def test_a_record_comes_with_its_sender_and_its_parts(make: Make) -> None:
     assert [bytes(part) for part in received.parts] == parts(7)
 
 
+def test_nobody_is_heard_before_the_supervisor_has_introduced_it(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    world = make()
+    friend, stranger = world.let_in(b"c1"), world.context.socket(zmq.DEALER)
+    world.stack.callback(stranger.close, linger=0)
+    stranger.setsockopt(zmq.IDENTITY, b"c2")
+    stranger.connect(f"ipc://{world.directory}/here")
+    for number in range(9):
+        stranger.send_multipart(parts(number))
+    deadline = time.monotonic() + unit(20)
+    while "not introduced: 8" not in caplog.text:
+        assert time.monotonic() < deadline
+        friend.send_multipart(parts(100))
+        assert world.hear()[:2] == (b"c1", record(100))
+    lines = [each.getMessage() for each in caplog.records if "not introduced" in each.getMessage()]
+    assert [line.rpartition(" ")[2] for line in lines] == ["1", "2", "4", "8"]
+    world.tell(introduction(b"c2"))
+    stranger.send_multipart(parts(50))
+    assert world.hear()[:2] == (b"c2", record(50))
+
+
+def test_a_peer_is_called_what_the_supervisor_says_and_not_what_it_says(make: Make) -> None:
+    world = make()
+    world.tell(replace(introduction(b"w1.2"), name=b"a secret"))
+    peer = world.context.socket(zmq.DEALER)
+    world.stack.callback(peer.close, linger=0)
+    peer.setsockopt(zmq.IDENTITY, b"a secret")
+    peer.connect(f"ipc://{world.directory}/here")
+    peer.send_multipart(parts(1))
+    assert world.hear()[:2] == (b"w1.2", record(1))
+    world.channel.send(b"w1.2", parts(2))
+    assert peer.recv_multipart() == parts(2)
+    assert world.channel.begin_to_send(b"w1.2")
+    world.channel.finish_sending(parts(3))
+    assert peer.recv_multipart() == parts(3)
+    world.channel.send(b"w9.9", parts(4))  # nobody is called so any more
+    assert world.channel.begin_to_send(b"w9.9") is None
+
+
 def test_nothing_comes_in_time(make: Make) -> None:
     assert make().channel.receive(0) is None
 
@@ -157,7 +200,7 @@ def test_the_messages_of_each_peer_keep_their_order(make: Make) -> None:
     world = make()
     first, other = world.let_in(b"c1"), make_dealer_server(world)
     for number in range(3):
-        other.send_multipart([b"me", *parts(number)])
+        other.send_multipart([b"here", *parts(number)])
         first.send_multipart(parts(number))
     came = [world.hear()[:2] for _ in range(6)]
     for name in (b"c1", SERVER):
@@ -169,9 +212,9 @@ def make_dealer_server(world: World) -> zmq.Socket[bytes]:
     router = world.context.socket(zmq.ROUTER)
     world.stack.callback(router.close, linger=0)
     router.bind(f"ipc://{world.directory}/server")
-    world.channel.connect(SERVER, f"ipc://{world.directory}/server", b"me")
+    world.channel.connect(SERVER, f"ipc://{world.directory}/server")
     world.channel.send(SERVER, parts(9))
-    assert router.recv_multipart() == [b"me", *parts(9)]
+    assert router.recv_multipart() == [b"here", *parts(9)]
     return router
 
 
@@ -179,7 +222,7 @@ def test_a_connection_that_is_given_up_gives_nothing_any_more(make: Make) -> Non
     world = make()
     server = make_dealer_server(world)
     assert world.channel.is_connected(SERVER)
-    server.send_multipart([b"me", *parts(1)])
+    server.send_multipart([b"here", *parts(1)])
     assert world.hear()[:2] == (SERVER, record(1))
     world.channel.disconnect(SERVER)
     world.channel.disconnect(SERVER)  # nothing happens
@@ -206,6 +249,7 @@ def test_what_is_no_record_is_dropped_and_the_next_is_heard(make: Make) -> None:
 
 def test_a_message_without_parts_is_no_record(make: Make) -> None:
     world = make()
+    world.tell(introduction(b"c2"))
     peer = world.context.socket(zmq.ROUTER)  # a DEALER sends at least one part behind its identity
     world.stack.callback(peer.close, linger=0)
     peer.setsockopt(zmq.IDENTITY, b"c2")

@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.harness.introduced import introduction
 from tests.harness.stand_in_supervisor import StandInSupervisor, server_link
 from tests.harness.timing import unit
 
 from cs_proto.arrays import Array, Location
+from cs_proto.codec import encode
 from cs_proto.errors import InvalidArgumentError, ShutdownError
-from cs_proto.messages import Introduce, Segment, Serving
+from cs_proto.messages import Died, Introduce, Role, Segment, Serving
+from cs_proto.records import replace as changed
 from cs_runtime.run_file import RunFile
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.shared_memory.remote_segment import RemoteSegment
@@ -24,7 +27,7 @@ from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_server.memory.segments import Segments
 
 RUN = RunFile("a run", 1, "cpu:0", unit(50), server=1, workers=(1,), serves=True)
-SERVING = Serving("ipc:///server", "/run", "ipc")
+SERVING = Serving("/run", "ipc")
 
 
 @pytest.fixture
@@ -165,3 +168,22 @@ def test_ctrl_c_ends_the_wait_and_not_the_limit(killed: SupervisorLink) -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             killed.receive_nowait()
+
+
+@pytest.mark.parametrize(("role", "known"), [("server", {b"w0.1", b"w1.1"}), ("worker", {b"w1.1"})])
+def test_workers_hear_no_more_of_one_that_has_died_and_the_server_tells_it_so(role: Role, known: set[bytes]) -> None:
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    died = Died("worker", 0, 1, 7, "SIGKILL", "", True)
+    with supervisor:
+        link = SupervisorLink(ours, role)
+        try:
+            own = changed(introduction(b"w5.1"), role=role, name=b"my own name")
+            for record in (own, introduction(b"w0.1"), introduction(b"w1.1"), died):
+                supervisor.sendall(b"".join(encode(record)))
+            assert link.await_name() == b"my own name"
+            assert link.receive_nowait() == died
+            assert set(link.peers) == known
+            assert link.peer_named(b"w0.1") == (b"w0.1" if role == "server" else None)
+            assert link.peer_named(b"my own name") is None
+        finally:
+            link.close()

@@ -3,6 +3,7 @@ return says and knows, and so does a server in its place."""
 
 from __future__ import annotations
 
+import struct
 from itertools import count
 from typing import Any
 
@@ -14,12 +15,12 @@ from tests.harness.examples import examples
 from tests.harness.playbook import CONTROLLER, handled, returns, uncounted, w
 from tests.server.engine.test_captured_steps import BETWEEN, KINDS, Kind, Two, noted
 
-from cs_proto import marks, records
+from cs_proto import codec, marks, records
 from cs_proto.messages import Return, RunFinished, StepFinished, Value
-from cs_server.engine.captured_steps import NextStep
 from cs_server.engine.engine import Engine
-from cs_server.engine.store.account import BODY_NBYTES, STEPS, Account, account_nbytes
-from cs_server.engine.store.control_log import ControlMemory
+from cs_server.engine.step_plans import NextStep
+from cs_server.engine.store.account import BODY_NBYTES, KIND_NBYTES, STEPS, Account, account_nbytes
+from cs_server.engine.store.control_log import ControlDamaged, ControlMemory
 from cs_server.events import Command, Commit, Finished, Received, Send
 
 APPLIES = [KINDS[0], KINDS[1], KINDS[2], KINDS[3], KINDS[7], KINDS[8]]
@@ -38,6 +39,7 @@ class Passing(Two):
         self.store.write(dict(self.other_store.items()))
         self.short = Engine(self.config, self.store, self.account)
         self.passed = 0
+        self.site = ""  # of every apply, if it is set
 
     def successor(self) -> tuple[Engine, ControlMemory]:
         store, memory = ControlMemory(), self.memory.copy()
@@ -47,6 +49,8 @@ class Passing(Two):
     def brought(self, replica: int, kind: Kind, series: int) -> Received:
         """What a replica returns: always another value."""
         notes = noted(kind, replica, 2)
+        if self.site:
+            notes = tuple([records.replace(note, site=self.site) for note in notes])
         event = returns(replica, sum(type(note).__name__ != "WriteNote" for note in notes), notes, (self.run,))
         assert isinstance(event.record, Return)
         record = records.replace(
@@ -59,15 +63,20 @@ class Passing(Two):
         )
         return Received(w(replica, self.incarnations[replica]), record)
 
-    def step(self, kind: Kind, series: int, between: str = "", where: int = -1) -> None:
-        """Carry out one step, with an event before the return of replica ``where``, or behind the last."""
+    def step(self, kind: Kind, series: int, between: str = "", where: int = -1, *, in_full: bool = False) -> None:
+        """Carry out one step, with an event before the return of replica ``where``, or behind the last. ``in_full``:
+        replica 0 sends its return as a message."""
         self.run += 1
         said = [self.brought(replica, kind, series) for replica in range(self.replicas)]
+        if in_full:
+            said[0] = Received(said[0].peer, said[0].record, codec.encode(said[0].record))
         if where == 0:
             self.between(between)
             self.settle()
         step = self.short.next_step()
-        if step is not None and self.fits(step, said) and not 0 < where < self.replicas:
+        if step is not None and not self.fits(step, said):
+            step = self.short.next_step(said[0].record)  # type: ignore[arg-type]
+        if step is not None and self.fits(step, said) and not in_full and not 0 < where < self.replicas:
             self.carry_out(step, said)
         else:
             for replica, each in enumerate(said):
@@ -82,27 +91,30 @@ class Passing(Two):
 
     def fits(self, step: NextStep, said: list[Received]) -> bool:
         """Whether each worker would leave the mark for which the program looks."""
-        last = {record.replica: record for record in self.short._captured._returns}
-        expected = [records.altered(each.record, run=last[n].run, value=last[n].value) for n, each in enumerate(said)]
-        return step.run == self.run and expected == [last[n] for n in range(self.replicas)]
+        expected = [
+            records.altered(each.record, run=known.run, value=known.value)
+            for each, known in zip(said, step.returns, strict=True)
+        ]
+        return step.run == self.run and expected == list(step.returns)
 
     def carry_out(self, step: NextStep, said: list[Received]) -> None:
         """As the program does it; another server takes over after each store that it can see."""
-        armed = self.short._captured._armed
-        assert armed is not None
-        self.now = armed[1].since[-1]  # what else has been heard since is not known to another server
-        self.heard += said
-        commands = [command for each in said for command in handled(lambda e: self.long.handle(e, self.now), each)]
-        commits = [command for command in commands if isinstance(command, Commit)]
-        assert commits == ([] if step.commit is None else [step.commit])
+        captured = self.short._captured
+        assert captured._followed is not None
+        # What else has been heard since is not known to another server.
+        self.now = captured._server.tables.captured[captured._followed].since[-1]
+        self.store_at(self.account.kind_address(self.run), struct.pack("<9Q", step.kind, *step.counts))
         for replica, each in enumerate(said):
             assert isinstance(each.record, Return)
             assert each.record.value is not None
             body = marks.marked(1, each.record.value.body)
-            first = self.account.body_address(self.run, replica) - self.memory.__array_interface__["data"][0]
-            self.memory[first : first + BODY_NBYTES] = np.frombuffer(
-                len(body).to_bytes(8, "little") + body.ljust(BODY_NBYTES - 8, b"?"), np.uint8
-            )
+            held = len(body).to_bytes(8, "little") + body.ljust(BODY_NBYTES - 8, b"?")
+            self.store_at(self.account.body_address(self.run, replica), held)
+        self.takes_over()  # the step has not begun
+        self.heard += said
+        commands = [command for each in said for command in handled(lambda e: self.long.handle(e, self.now), each)]
+        commits = [command for command in commands if isinstance(command, Commit)]
+        assert commits == ([] if step.commit is None else [step.commit])
         self.account._words[1] += 1
         self.compare(*self.successor())  # it takes the commit as under way
         for commit in commits:
@@ -115,20 +127,30 @@ class Passing(Two):
         told: list[Command] = self.short.passed(self.now)
         assert [*map(uncounted, told)] == [*map(uncounted, answers[-1:])]
         assert answers[-1].peer == CONTROLLER
-        another, store = self.successor()
-        for commit in commits:
-            assert [each.ticket for each in another.resume() if isinstance(each, Commit)] == [commit.ticket]
-            another.handle(Finished(commit.ticket), self.now)
-        self.compare(another, store)
+        assert self.takes_over() == [commit.ticket for commit in commits]
         self.passed += 1
+
+    def store_at(self, address: int, stored: bytes) -> None:
+        first = address - self.memory.__array_interface__["data"][0]
+        self.memory[first : first + len(stored)] = np.frombuffer(stored, np.uint8)
+
+    def takes_over(self) -> list[int]:
+        """Another server does, and carries out the commit that may be under way. Returns its ticket, if there is."""
+        another, store = self.successor()
+        tickets = [each.ticket for each in another.resume() if isinstance(each, Commit)]
+        for ticket in tickets:
+            another.handle(Finished(ticket), self.now)
+        self.compare(another, store)
+        return tickets
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[tuple[Any, ...]]:
-    """Kinds of steps, whether they are of a series and of the last one, how many, and what comes into the last."""
-    kinds = st.lists(st.sampled_from([*APPLIES, *APPLIES, *KINDS]), min_size=1, max_size=2)
+    """Kinds of steps, whether they are of a series and of the last one, how many, what comes into the last, and which
+    one a replica says in full."""
+    kinds = st.lists(st.sampled_from([*APPLIES, *APPLIES, *APPLIES, *KINDS]), min_size=1, max_size=9)
     event = st.tuples(st.sampled_from(BETWEEN), st.integers(0, 3))
-    part = st.tuples(kinds, st.sampled_from([0, 0, 1, 1, 2]), st.integers(1, 40), event)
+    part = st.tuples(kinds, st.sampled_from([0, 0, 1, 1, 2]), st.integers(1, 50), event, st.integers(0, 99))
     return draw(st.lists(part, min_size=1, max_size=5))
 
 
@@ -138,11 +160,12 @@ def test_what_a_program_carries_out_is_what_the_engine_would(
     replicas: int, lookahead: int, plan: list[tuple[Any, ...]]
 ) -> None:
     two, series = Passing(replicas, lookahead), 0
-    for kinds, is_of_series, alike, (what, where) in plan:
+    for kinds, is_of_series, alike, (what, where), full in plan:
         for number in range(alike):
             series = 0 if not is_of_series else series if series and is_of_series == 1 else two.run + 1
             is_last = number == alike - 1
-            two.step(kinds[number % len(kinds)], series, what if is_last else "", where if is_last else -1)
+            kind = kinds[number % len(kinds)]
+            two.step(kind, series, what if is_last else "", where if is_last else -1, in_full=number == full)
     two.compare(two.short, two.store)
 
 
@@ -158,6 +181,59 @@ def test_anything_may_come_between_steps_of_a_program(kind: Kind, lookahead: int
         two.step(kind, series, what, where)
     two.compare(two.short, two.store)
     assert two.passed
+
+
+@pytest.mark.parametrize("order", ["01", "0011", "0310", "012345", "0123450543210"])
+@pytest.mark.parametrize("lookahead", [None, 0, 3])
+def test_steps_of_several_kinds_in_turns_are_passed(order: str, lookahead: int | None) -> None:
+    """All but the first two of each kind, whatever came before them. Kinds are also left and taken up again."""
+    two = Passing(2, lookahead or 0)
+    series = 0 if lookahead is None else 2
+    for kind in [*order] * 6 + [order[0]] * 2 * STEPS + [*order] * 2:
+        two.step(APPLIES[int(kind)], series)
+    two.compare(two.short, two.store)
+    assert two.passed >= two.run - 1 - 3 * len(set(order))
+
+
+def test_runs_on_their_own_are_passed_after_steps_of_a_series() -> None:
+    two = Passing(2, 1)
+    for _ in range(4):
+        series = two.run + 1
+        for _ in range(5):
+            two.step(APPLIES[1], series)
+        for _ in range(3):
+            two.step(APPLIES[3], 0)
+    two.compare(two.short, two.store)
+    # Of each series the second step has the first plan. Of the others only the very first one has none.
+    assert two.passed >= two.run - 1 - 2 * 4 - 2
+
+
+def test_steps_go_on_after_one_that_no_program_carries_out() -> None:
+    two = Passing(2)
+    for _ in range(6):
+        for kind in (APPLIES[0], APPLIES[0], KINDS[11], APPLIES[3]):
+            two.step(kind, 0)
+    assert two.passed >= two.run - 1 - 6 - 12
+    two.compare(two.short, two.store)
+
+
+def test_two_functions_that_apply_the_same_gradients_are_two_kinds() -> None:
+    two = Passing(2)
+    for number in range(12):
+        two.site = f"train.py:{number % 2}"
+        two.step(KINDS[8], 0)
+    assert two.passed >= 8
+    assert len(two.short._captured._kinds) == 2
+    two.compare(two.short, two.store)
+
+
+def test_an_account_with_a_kind_that_the_store_lacks_is_damaged() -> None:
+    two = Passing(2)
+    for _ in range(4):
+        two.step(KINDS[0], 0)
+    two.store_at(two.account.kind_address(two.run), struct.pack("<9Q", 5, *[9] * 8))
+    with pytest.raises(ControlDamaged, match="a step of kind 5, and the control store has none"):
+        two.successor()
 
 
 @pytest.mark.parametrize("what", [each for each in BETWEEN if each])
@@ -238,5 +314,8 @@ def test_each_run_and_replica_has_a_place_of_its_own() -> None:
     places = sorted(account.body_address(run, replica) - first for run, replica in zip(count(), [0, 1, 2] * STEPS))
     every = sorted(account.body_address(run, replica) - first for run in range(STEPS) for replica in range(3))
     assert set(places) <= set(every)
-    assert every == list(range(every[0], len(memory), BODY_NBYTES))
+    kinds = [account.kind_address(run) - first for run in range(STEPS)]
+    nbytes = KIND_NBYTES + 3 * BODY_NBYTES
+    assert kinds == list(range(kinds[0], len(memory), nbytes))
+    assert every == [kind + KIND_NBYTES + n * BODY_NBYTES for kind in kinds for n in range(3)]
     assert account.body_address(STEPS, 0) == account.body_address(0, 0)

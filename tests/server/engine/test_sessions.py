@@ -131,7 +131,7 @@ def test_a_second_controller_is_refused_and_told_what_to_do() -> None:
     second = Hello(PROTOCOL, "controller", "d", 9)
     book.on(
         hears(b"c2", second),
-        to(b"c2", Refused, "cs.ContextError", r"client c \(pid 7\) controls.*needs a service of its own"),
+        to(b"c2", Refused, "cs.ContextError", r"process 7 controls.*needs a service of its own"),
     )
     book.on(hears(CONTROLLER, Goodbye("c")))
     book.on(hears(b"c2", second), Send(b"c2", welcome(0, 1)))
@@ -181,7 +181,7 @@ def test_only_registered_workers_bring_merge_points(peer: bytes) -> None:
 def test_what_is_not_for_the_server_is_refused() -> None:
     book = Playbook(2).begin()
     book.on(
-        hears(OBSERVER, Ready("x")),
+        hears(OBSERVER, Ready()),
         to(OBSERVER, Refused, "cs.PeerProtocolError", "a Ready is not a message for the server"),
     )
 

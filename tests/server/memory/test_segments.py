@@ -17,7 +17,7 @@ from tests.harness.timing import unit
 
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError, MemoryPlanError, ShutdownError
-from cs_proto.messages import Died, Introduce, OpenMailbox, Ready
+from cs_proto.messages import PROTOCOL, Died, Introduce, OpenMailbox, Ready
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.readiness import is_readable
@@ -43,7 +43,7 @@ def server(supervisor: StandInSupervisor, incarnation: int) -> Iterator[Segments
 @pytest.fixture
 def link(supervisor: StandInSupervisor) -> Iterator[SupervisorLink]:
     with closing(server_link(supervisor.run_directory, 3)) as made:
-        assert supervisor.next() == Introduce("server", 0, 3, os.getpid())
+        assert supervisor.next() == Introduce(PROTOCOL, "server", 0, 3, os.getpid())
         yield made
 
 
@@ -182,7 +182,7 @@ def test_the_end_of_the_supervisor_is_noticed_whatever_is_done(
     with pytest.raises(ShutdownError, match="the supervisor is gone"):
         connected.make("arena/0", PAGE, "w0")
     with pytest.raises(ShutdownError, match="the supervisor is gone"):
-        link.send(Ready("ipc:///x/server"))
+        link.send(Ready())
 
 
 def test_a_supervisor_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from cs_proto.messages import Run
 from cs_worker.execution.functions import Functions
 
 CONTROLLER = b"cafe"
-HOLDER = b"t0.1"
+HOLDER = b"w0.1"
 
 
 def no_handle(kind: str, number: int) -> object:
@@ -35,7 +35,8 @@ class Sender:
         data = dump_function(function, handle_id)
         held = not frozen and self.recent.touch(digest(data))
         sent = not held if with_function is None else with_function
-        run = Run((1,), 1, 0, 7, digest(data), bytes_array(data) if sent else None, frozen, bytes_array(b""), ())
+        number = (1, 0, 0) if self.identity == HOLDER else (1,)
+        run = Run(number, 1, 0, 7, digest(data), bytes_array(data) if sent else None, frozen, bytes_array(b""), ())
         return self.programs.load(self.identity, run, no_handle)
 
 

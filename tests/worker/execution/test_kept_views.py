@@ -280,7 +280,7 @@ def test_another_server_is_told_that_it_is_preserved(pair: Service) -> None:
         cs.get_replica_context().all_reduce("SUM", np.ones(1))
         return [held]
 
-    serving = messages.Serving(f"ipc://{pair.directory}/server", pair.directory, "")
+    serving = messages.Serving(pair.directory, "")
     run = pair.run(step)
     asked = pair.asked(0)
     pair.lifelines[0].sendall(b"".join(encode(serving)))  # in the place of one that died before it had asked

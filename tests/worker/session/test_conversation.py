@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from tests.harness.timing import unit
-from tests.worker.playbook import CONTROLLER, HOLDER, REGISTER, REGISTERED, WORKER, returned, run, step
+from tests.worker.playbook import CONTROLLER, HOLDER, PEERS, REGISTER, REGISTERED, returned, run, step
 
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, Fenced, PeerProtocolError, ReplicaLostError
@@ -88,7 +88,7 @@ class Played:
         self.executed: list[tuple[bytes, RunId]] = []
         self.during: dict[RunId, Any] = {}
         self.interrupts = Interrupts()
-        self.conversation = Conversation(SessionCore(REGISTER), cast("Link", self.link), self.interrupts)
+        self.conversation = Conversation(SessionCore(REGISTER, PEERS), cast("Link", self.link), self.interrupts)
         self.conversation.execute = self.execute
         self.prepared: list[RunId] = []
         self.conversation.prepare = lambda step: self.prepared.append(step.run)
@@ -135,7 +135,7 @@ def test_a_worker_registers_and_is_ready(unregistered: Played) -> None:
     unregistered.comes((CONTROLLER, run(1)), None, (SERVER, REGISTERED))
     assert unregistered.conversation.register() == REGISTERED
     assert link.to_server == [REGISTER]
-    assert link.to_supervisor == [messages.Ready(WORKER.endpoint)]
+    assert link.to_supervisor == [messages.Ready()]
     assert unregistered.conversation.next_work() == (CONTROLLER, run(1))
 
 
@@ -295,7 +295,7 @@ def test_a_dead_server_ends_waits(played: Played) -> None:
 
 
 def test_a_server_in_the_place_of_a_dead_one_is_told_again_what_it_may_not_have_heard(played: Played) -> None:
-    serving = Serving("ipc:///run/server", "/run", "")
+    serving = Serving("/run", "")
     died = Died("server", 0, 1, 4711, "SIGKILL", "", restarts=True)
     question = Describe(1, (1,), ())
     said = [returned(number) for number in (1, 2)]
@@ -321,7 +321,7 @@ def test_a_colleague_that_refuses_ends_the_wait(played: Played) -> None:
 def test_what_the_server_says_of_workers_is_nobodys_answer(played: Played) -> None:
     heard: list[Record] = []
     played.conversation.note_workers = heard.append
-    worker = messages.Worker(1, 2, 8, "cpu:1", "ipc:///w1.2")
+    worker = messages.Worker(1, 2, 8, "cpu:1")
     told = [messages.Registered(2, "cpu:0", (worker, worker)), messages.WorkerRestarted((1, 0, 0), worker)]
     played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((SERVER, told[0]), (SERVER, told[1]), (SERVER, Committed((1,), 0)))

@@ -8,9 +8,9 @@ from tests.worker.playbook import (
     CONTROLLER,
     HOLDER,
     NEXT_HOLDER,
+    OTHER_WORKER,
     REGISTER,
     REGISTERED,
-    WORKER,
     Claims,
     Ends,
     Hears,
@@ -71,8 +71,8 @@ from cs_worker.session.core import (
 )
 
 PREPARE, FORGET = Prepare(("/here",), "/here"), Forget((3, 5))
-SERVING = Serving("ipc:///run/server", "/run", "")
-NEW_WORKER = messages.Worker(0, 2, 8, "cpu:0", "ipc:///w0.2")
+SERVING = Serving("/run", "")
+NEW_WORKER = messages.Worker(0, 2, 8, "cpu:0")
 REPLACED = Refused(0, error_of(Fenced("w1.1 has been replaced")))
 
 FAILED = "a step before it failed"
@@ -367,7 +367,7 @@ def test_what_is_said_of_workers_is_passed_on(scenario: tuple[Line, ...]) -> Non
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-READY = SendSupervisor(messages.Ready(WORKER.endpoint))
+READY = SendSupervisor(messages.Ready())
 NOT_YET = "this worker is not registered yet"
 #: A client may have heard of this worker before the worker has heard from the server.
 REGISTRATION = (
@@ -510,7 +510,8 @@ def waiting(*, at_merge_call: bool = True) -> Play:
         (HOLDER, (2, 2, 0), True),  # another run
         (HOLDER, (1, 2, 0, 2, 0), True),  # deeper
         (CONTROLLER, (1, 2, 0), True),  # not the holder
-        (b"w1.1", (1, 2, 0), True),
+        (b"w1.1", (1, 2, 0), True),  # of which the supervisor has said nothing
+        (OTHER_WORKER, (1, 2, 0), True),  # a worker, but not the one that holds tokens
         (HOLDER, (3,), True),  # a run without parent
     ],
 )

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 import zmq
+from tests.harness.introduced import introduction
 from tests.harness.timing import unit
 
 from cs_proto.codec import WORK_LIMITS, decode, encode
@@ -32,13 +33,22 @@ def _gone() -> NoReturn:
     raise AssertionError("the supervisor is there")
 
 
+def introduced(ours: socket.socket, supervisor: socket.socket) -> SupervisorLink:
+    """The connection of a worker that has its name and knows two controllers."""
+    lifeline = SupervisorLink(ours, "worker")
+    for name in (b"w0.1", b"c1", b"c2"):
+        supervisor.sendall(b"".join(encode(introduction(name))))
+    lifeline.await_name()
+    return lifeline
+
+
 @pytest.fixture
 def link() -> Iterator[tuple[Link, zmq.Socket[bytes]]]:
     """A link that nobody else speaks to, and the socket of a peer of its ROUTER."""
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     doorbell, writer = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor, zmq.Context() as context:
-        lifeline, config = SupervisorLink(ours, "worker"), Config(directory, 0, 1, "cpu:0")
+        lifeline, config = introduced(ours, supervisor), Config(directory, 0, 1, "cpu:0")
         made = Link(config, lifeline, _gone, doorbell, ProcessBaton())
         peer = context.socket(zmq.DEALER)
         peer.setsockopt(zmq.IDENTITY, b"c1")
@@ -101,7 +111,7 @@ def test_what_the_supervisor_says_while_a_segment_is_awaited_is_heard() -> None:
     died = Died("worker", 1, 1, 43, "SIGKILL", "", True)
     doorbell, writer = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor:
-        lifeline = SupervisorLink(ours, "worker")
+        lifeline = introduced(ours, supervisor)
         link = Link(Config(directory, 0, 1, "cpu:0"), lifeline, _gone, doorbell, ProcessBaton())
         try:
             supervisor.sendall(b"".join(encode(died)))
@@ -168,7 +178,7 @@ def test_what_a_controller_has_left_in_its_mailbox_comes_before_all_work_of_the_
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     doorbell, writer = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor:
-        lifeline, config = SupervisorLink(ours, "worker"), Config(directory, 0, 1, "cpu:0")
+        lifeline, config = introduced(ours, supervisor), Config(directory, 0, 1, "cpu:0")
         link = Link(config, lifeline, _gone, doorbell, ProcessBaton())
         first = Controller(b"c1", 1, config.endpoint, supervisor)
         first.say(Forget((1,)))

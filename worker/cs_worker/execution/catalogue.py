@@ -62,6 +62,8 @@ class Catalogue:
         self._device = device
         self._versions: np.ndarray | None = None
         # Where variables lie on the server's GPU, if it keeps them on one, since the last start of the server.
+        #: Whether the server keeps all variables in host memory.
+        self.is_on_host = not parameter_device.startswith("gpu:")
         self._may_be_located = parameter_device.startswith("gpu:") and not device.is_host
         self._located: dict[tuple[int, int], messages.DevicePlace] = {}  # by number and set of gradient buffers, or -1
         self._located_at = 0

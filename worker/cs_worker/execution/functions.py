@@ -30,7 +30,8 @@ class Functions:
     def __init__(self, look: Callable[[Array], np.ndarray]) -> None:
         """``look`` gives the bytes behind a descriptor."""
         self._look = look
-        self._held: dict[bytes, _Held] = {}
+        # Those of the controller, and those of nested runs.
+        self._held: dict[bool, _Held] = {}
 
     def load(self, sender: bytes, run: Run, resolve: Resolve) -> Callable[..., Any]:
         """The function of a run that ``sender`` sent; runs the user's code, since unpickling imports.
@@ -38,15 +39,15 @@ class Functions:
         Raises PeerProtocolError where the run left the function out and this worker does not have it, and whatever
         unpickling raises.
         """
-        kind = sender[:1]
-        held = self._held.get(kind)
+        is_nested = len(run.run) > 1
+        held = self._held.get(is_nested)
         if held is None or held.sender != sender:  # another controller, which has not sent these functions
-            held = self._held[kind] = _Held(sender, self._look)
+            held = self._held[is_nested] = _Held(sender, self._look)
         return held.load(run, resolve)
 
     def forget(self, sender: bytes, digests: Iterable[bytes]) -> None:
         """``sender`` does not run these frozen functions again."""
-        held = self._held.get(sender[:1])
+        held = self._held.get(False)
         if held is not None and held.sender == sender:
             held.forget(digests)
 

@@ -344,7 +344,7 @@ class MergeController:
             )
             records.append(record)
             if worker.replica != self._config.replica:
-                self._conversation.link.send_worker(worker.endpoint, record)
+                self._conversation.link.send_worker(worker, record)
         self._open.append((records, data))
         try:
             return self._wait_for(run, records[self._config.replica])
@@ -357,7 +357,7 @@ class MergeController:
         for worker in record.workers if isinstance(record, messages.Registered) else (record.worker,):
             known = self._workers[worker.replica]
             if worker.incarnation > known.incarnation:
-                self._conversation.link.forget_worker(known.endpoint)
+                self._conversation.link.forget_worker(known)
                 self._workers = (*self._workers[: worker.replica], worker, *self._workers[worker.replica + 1 :])
                 self._held[worker.replica] = HeldFunctions()
         if isinstance(record, messages.WorkerRestarted):
@@ -369,10 +369,10 @@ class MergeController:
             if run.run[:-1] == owed[:-1] and run.run >= owed:
                 is_held, self._held[worker.replica] = self._held[worker.replica].touch(run.digest, run.frozen)
                 again = replace(run, function=None if is_held else self._arena.share(data))
-                self._conversation.link.send_worker(worker.endpoint, again)
+                self._conversation.link.send_worker(worker, again)
 
     def _wait_for(self, run: messages.RunId, own: Run) -> list[Any]:
-        self._execute(self._config.holder_identity, own)
+        self._execute(self._config.name.encode(), own)
 
         def wanted(record: Record) -> messages.RunFinished | None:
             return record if isinstance(record, messages.RunFinished) and record.run == run else None

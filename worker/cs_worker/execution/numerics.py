@@ -1,8 +1,9 @@
 """Looks for numbers in the gradients of a replica that are not finite, if the run asks for it.
 
-``raise`` looks before the apply is noted, so nothing of it can be committed. ``warn`` looks at dense gradients when the
-server has the message that brings them, so the server computes meanwhile. A number that is so large that the sum over
-the replicas may overflow counts, too: then the server has nothing to look at.
+``raise`` looks before the apply is noted, so nothing of it can be committed. A number that is so large that the sum
+over the replicas may overflow counts, too: then the server has nothing to look at. ``warn`` looks at sparse gradients.
+The dense ones are watched by the server, which sees in the pass of the commit whether their sum is finite, unless the
+variables lie on a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from central_storage.core.backends import Group
+from cs_proto.arithmetic.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
 from cs_proto.errors import NumericsError
 from cs_proto.messages import Run
 
-from .finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
 from .worker_context import WorkerContext
 
-__all__ = ["Numerics", "numerics_of"]
+__all__ = ["Numerics", "named", "numerics_of"]
 
 _log = logging.getLogger("central_storage.worker")
 
@@ -42,18 +43,15 @@ class _Found(NamedTuple):
     bad: Bad
 
 
-class _Dense(NamedTuple):
-    """Gradients that lie in a set of buffers."""
-
-    numbers: tuple[int, ...]
-    buffers: int
-    weight: float
-    site: str
-
-
 def numerics_of(shop: WorkerContext, run: Run) -> Numerics | None:
     """What looks at the gradients of ``run``; None if nothing does."""
     return None if run.check_numerics == "off" else Numerics(shop, run)
+
+
+def named(shop: WorkerContext, run: Run) -> dict[str, Any]:
+    """The fields of messages by which the server names the step of ``run``, if it watches the dense gradients."""
+    is_watched = run.check_numerics == "warn" and shop.catalogue.is_on_host
+    return {"name": run.name, "offset": run.step - run.run[0]} if is_watched else {}
 
 
 class Numerics:
@@ -62,14 +60,15 @@ class Numerics:
     def __init__(self, shop: WorkerContext, run: Run) -> None:
         self._shop = shop
         self._run = run
-        self._raises = run.check_numerics == "raise"
-        self._late: list[_Dense] = []
+        #: Whether a bad number is an error.
+        self.raises = run.check_numerics == "raise"
+        self._is_watched = bool(named(shop, run))
 
     def look(self, groups: Sequence[Group], buffers: int, weight: float, site: str) -> None:
         """Look at the gradients of an apply, of which the dense ones have been brought into a set of buffers. With
         ``raise``, raises NumericsError for the first bad number."""
         rows = [triple for group in groups for triple in group.sparse]
-        pairs = [pair for group in groups for pair in group.dense]
+        pairs = [pair for group in groups for pair in group.dense if not self._is_watched]
         if not self._shop.device.is_host:
             self._report(self._looked_at(pairs, rows, weight), site)
             return
@@ -80,27 +79,18 @@ class Numerics:
 
     def look_at_buffers(self, numbers: tuple[int, ...], buffers: int, weight: float, site: str) -> None:
         """As :meth:`look`, at gradients on a CPU that lie in their places."""
-        dense = _Dense(numbers, buffers, weight, site)
-        if self._raises:
-            self._report(self._in_buffers(dense), site)
-        else:
-            self._late.append(dense)
+        if not self._is_watched:
+            self._report(self._in_buffers(numbers, buffers, weight), site)
 
-    def look_late(self) -> None:
-        """Look at what has been left for later. The server has been sent the applies, and only reads the buffers."""
-        late, self._late = self._late, []
-        for dense in late:
-            self._report(self._in_buffers(dense), dense.site)
-
-    def _in_buffers(self, dense: _Dense) -> Generator[_Found, None, None]:
-        catalogue, numbers, buffers = self._shop.catalogue, dense.numbers, dense.buffers
+    def _in_buffers(self, numbers: tuple[int, ...], buffers: int, weight: float) -> Generator[_Found, None, None]:
+        catalogue = self._shop.catalogue
         with np.errstate(all="ignore"):
             spans = self._spans(numbers, buffers)
-            if all(is_fine(span, self._limit(span.dtype, dense.weight)) for span in spans):
+            if all(is_fine(span, self._limit(span.dtype, weight)) for span in spans):
                 return
             is_found = False
             for number, place in zip(numbers, catalogue.gradients(numbers, buffers), strict=True):
-                for found in self._in_array(number, place, self._limit(place.dtype, dense.weight)):
+                for found in self._in_array(number, place, self._limit(place.dtype, weight)):
                     is_found = True
                     yield found
             if not is_found:  # it was what lies between them
@@ -151,7 +141,7 @@ class Numerics:
         counts, named = self._shop.bad_gradients, []
         with closing(found):  # before an error leaves: it has changed what NumPy does about errors
             for each in found:
-                if self._raises:
+                if self.raises:
                     raise NumericsError(f"{self._said(each, site)}. Nothing of this update was applied; {_REMEDY}")
                 counts[each.number] += 1
                 if _is_power_of_ten(counts[each.number]):

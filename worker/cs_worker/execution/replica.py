@@ -36,7 +36,7 @@ from cs_worker.devices.device import place
 from cs_worker.session.core import path_text
 
 from .gradients import GradientBuffers
-from .numerics import numerics_of
+from .numerics import named, numerics_of
 from .outgoing import FRAMES, Placing, raised_error
 from .worker_context import WorkerContext
 
@@ -94,6 +94,7 @@ class Replica:
             shop.catalogue, shop.device, None if outer is None else outer.buffers
         )
         self._numerics = numerics_of(shop, run)
+        self._named = named(shop, run)
         # The variables that this replica has written since the last commit that it knows of.
         self._written: frozenset[int] = frozenset()
         self._stepped: set[int] = set()
@@ -228,32 +229,33 @@ class Replica:
 
     @_whole
     def apply(self, groups: Sequence[Group], combining: Combining, site: str) -> None:
-        """Note a step of each group's optimizer; the first of a set of variables is waited for, since it may not be
-        possible."""
+        """Note a step of each group's optimizer. The first one of a set of variables is waited for: it may fail."""
         self._refuse_after_failure()
         dense = [pair for group in groups for pair in group.dense]
         buffers = self.buffers.fill(dense, self._commit) if dense else 0
-        if self._numerics is not None:
+        if self._numerics is not None and self._numerics.raises:
             self._numerics.look(groups, buffers, combining.weight, site)
-        named = []
+        brought = []
         for optimizer, pairs, triples in groups:
             triples = sorted(triples, key=operator.itemgetter(2))
             placed = self._placed([array for values, indices, _ in triples for array in (values, indices)])
             dense_numbers, sparse_numbers = [number for *_, number in pairs], [number for *_, number in triples]
-            named.append((optimizer, tuple(dense_numbers), tuple(sparse_numbers), placed))
+            brought.append((optimizer, tuple(dense_numbers), tuple(sparse_numbers), placed))
         # The arena gives the same descriptor for the same place, and a known point keeps those in its key alive.
-        ids = tuple([(*each, tuple(map(id, placed))) for *each, placed in named])
-        known, key = self._shop.applies, (self.count, site, ids, buffers, combining)
-        point = known.get(key)
+        ids = tuple([(*each, tuple(map(id, placed))) for *each, placed in brought])
+        key = (self.count, site, ids, buffers, combining, bool(self._named))
+        point = self._shop.applies.get(key)
         if point is None:
-            parts = [(optimizer, Numbers(d + s), _gradients(s, placed)) for optimizer, d, s, placed in named]
+            parts = [(optimizer, Numbers(d + s), _gradients(s, placed)) for optimizer, d, s, placed in brought]
             self._learn(key, self._bring_apply(parts, buffers, combining, site))
         else:
             self._note(point)
-            self._written = self._written.union(*[numbers for _, *both, _ in named for numbers in both])
-            self._stepped.update([optimizer for optimizer, *_ in named])
+            self._written = self._written.union(*[numbers for _, *both, _ in brought for numbers in both])
+            self._stepped.update([optimizer for optimizer, *_ in brought])
         if dense:
             self.buffers.note()
+        if self._numerics is not None and not self._numerics.raises:  # an apply that is refused does not count
+            self._numerics.look(groups, buffers, combining.weight, site)
 
     @_whole
     def apply_buffers(
@@ -271,8 +273,8 @@ class Replica:
         self._refuse_after_failure()
         if self._numerics is not None:
             self._numerics.look_at_buffers(numbers, self.buffers.current, combining.weight, site)
-        known, key = self._shop.applies, (self.count, site, counts, numbers, self.buffers.current, combining)
-        point = known.get(key)
+        key = (self.count, site, counts, numbers, self.buffers.current, combining, bool(self._named))
+        point = self._shop.applies.get(key)
         if point is None:
             parts = [(*each, ()) for each in numbers.divided(counts)]
             self._learn(key, self._bring_apply(parts, self.buffers.current, combining, site))
@@ -304,7 +306,7 @@ class Replica:
         for which, (_, _, rows) in enumerate(parts):
             if rows:
                 updates[which] = replace(updates[which], sparse=rows)
-        point = messages.ApplyPoint(self.count, site, tuple(updates), buffers, *combining)
+        point = messages.ApplyPoint(self.count, site, tuple(updates), buffers, *combining, is_watched=bool(self._named))
         if point.needs_answer:
             accepted = self._ask(point, messages.Accepted)
             for key, number in zip(keys, accepted.variable_sets, strict=True):
@@ -411,8 +413,6 @@ class Replica:
         if value is None or not shop.conversation.mark_return(self._sent, self._notes, self.count, value):
             self._send_return(value, error)
         failpoint("worker.returned")
-        if self._numerics is not None:
-            self._numerics.look_late()
 
     # --- how it is done -----------------------------------------------------------------------------------------
 
@@ -430,6 +430,7 @@ class Replica:
             lookahead=self._sent.lookahead,
             client=shop.conversation.session.client,
             changes=self._sent.changes,
+            **self._named,
         )
         try:
             shop.conversation.say(self._run, returned)
@@ -478,11 +479,10 @@ class Replica:
             client=shop.conversation.session.client,
             preserved=not shop.catalogue.mapped,
             changes=self._sent.changes,
+            **self._named,
         )
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
-        if self._numerics is not None:
-            self._numerics.look_late()
         self._notes.clear()
         if not isinstance(point, messages.ReadPoint):
             self.count += 1

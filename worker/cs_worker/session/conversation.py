@@ -16,6 +16,7 @@ from cs_proto.errors import ConfigurationError, PeerProtocolError, ReplicaLostEr
 from cs_proto.failures import error_of
 from cs_proto.messages import Note, Run, RunId, Value
 from cs_proto.records import Record
+from cs_runtime.logs import Complaints
 from cs_runtime.waits import pace_of
 from cs_worker.config import Config
 
@@ -27,6 +28,7 @@ from .session import Link
 __all__ = ["Conversation", "make_conversation"]
 
 _log = logging.getLogger("central_storage.worker")
+_complaints = Complaints(_log)
 
 T = TypeVar("T")
 
@@ -87,7 +89,7 @@ class Conversation:
         body = session.mark_of(run, notes, count, value, link.sent)
         if body is None or not link.mark_server(run.run[0], body):
             return False
-        session.note_marked(run, value)
+        session.note_marked(run, body)
         return True
 
     def wait(
@@ -182,7 +184,7 @@ class Conversation:
                     self.link.give_up(reason)
 
     def _refuse(self, peer: bytes, what: str, why: str) -> None:
-        _log.warning("refused %s of peer %r: %s", what, peer, why)
+        _complaints.warn(peer, "refused %s of peer %r: %s", what, peer, why)
         if peer != core.COLLEAGUE:  # which sends answers only
             refused = error_of(PeerProtocolError(f"{what} is refused: {why}"))
             self.link.send_peer(peer, messages.Refused(0, refused))
@@ -190,8 +192,8 @@ class Conversation:
 
 def make_conversation(config: Config, device: str, link: Link, interrupts: Interrupts) -> Conversation:
     """The conversation of a worker that is not registered yet, in this process and on ``device``."""
-    worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device, config.endpoint)
-    return Conversation(SessionCore(messages.Register(messages.PROTOCOL, worker)), link, interrupts)
+    worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device)
+    return Conversation(SessionCore(messages.Register(messages.PROTOCOL, worker), link.peers), link, interrupts)
 
 
 def _not_yet(*of: object) -> None:

@@ -13,13 +13,13 @@ outputs in their order. It says when a run or a wait begins and ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from cs_proto import messages
 from cs_proto.errors import Fenced, code_of
 from cs_proto.frozen import frozen
-from cs_proto.messages import Forget, Note, Prepare, Return, Run, RunId, Value
+from cs_proto.messages import Forget, Introduce, Note, Prepare, Return, Run, RunId, Value
 from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Record
 
@@ -47,9 +47,8 @@ T = TypeVar("T")
 
 #: The sender of what another worker answers to this one, which holds a token.
 COLLEAGUE = b"\0w"
-# The identity of a controller begins with the first of these, and that of the holder of a token with the second.
-_CONTROLLER = b"c"
-_HOLDER = b"t"
+# The replica whose worker holds every token.
+_HOLDER = 0
 
 _FENCED = code_of(Fenced)
 
@@ -162,8 +161,9 @@ class _Wait:
 class SessionCore:
     """The state of one worker's session."""
 
-    def __init__(self, register: messages.Register) -> None:
-        """``register`` is what the worker says to a server that does not know it."""
+    def __init__(self, register: messages.Register, peers: Mapping[bytes, Introduce]) -> None:
+        """``register`` is what the worker says to a server that does not know it. ``peers`` are the processes that the
+        supervisor has introduced so far, by the senders as which records come from them."""
         #: The server's answer to ``register``; None as long as there is none.
         self.registered: messages.Registered | None = None
         #: The death of a server in whose place no other one comes.
@@ -172,11 +172,14 @@ class SessionCore:
         #: but bytes begins or ends.
         self.waits = 0
         self._register = register
+        self._peers = peers
         self._work: deque[tuple[bytes, Work]] = deque()
         self._requests = 0
         # A run is known by its controller, too: the next controller counts its runs from 1 again.
         self._run: tuple[bytes, RunId] | None = None
         self._cancelled: tuple[bytes, messages.Cancel] | None = None
+        self._client = ""  # of the run under way
+        self._gone_client = ""
         self._gone_controller = b""
         # The last step that began, until the server says that it is over; and the series that failed last, until the
         # controller sends another run: it has heard the end of all before, and may go on with the series if a server
@@ -223,6 +226,7 @@ class SessionCore:
         """A run of the controller begins, so the run before it is over."""
         self.waits += 1
         self._run = (controller, run.run)
+        self._client = self._peers[controller].client
         self._step = (controller, run) if run.series else None
         self._unclaimed.clear()
         self._said.clear()
@@ -246,7 +250,7 @@ class SessionCore:
     @property
     def client(self) -> str:
         """The name that the controller of the run under way gave itself."""
-        return self._run[0][1:].decode(errors="replace") if self._run is not None else ""
+        return self._client if self._run is not None else ""
 
     def is_cancelled(self) -> bool:
         """Whether the controller has given up the run under way, or has gone."""
@@ -281,9 +285,9 @@ class SessionCore:
         sent ``sent`` records so far."""
         return None if self._run is None else self._returns.body(self._run[0], run, notes, count, value, sent)
 
-    def note_marked(self, run: Run, value: Value) -> None:
-        """A mark said that ``run`` has returned ``value``."""
-        self._said.append((run.run, self._returns.marked(run, value)))
+    def note_marked(self, run: Run, body: bytes) -> None:
+        """The mark with these bytes said that ``run`` has returned."""
+        self._said.append((run.run, self._returns.marked(run, body)))
 
     def note_over(self, path: RunId) -> None:
         """The nested run or merge_call ``path`` is over, and so are those before it at the same place: the server has
@@ -357,9 +361,11 @@ class SessionCore:
             return self._hear_supervisor(record)
         if sender == COLLEAGUE:
             return self._hear_colleague(record)
-        if isinstance(record, Run) and (len(record.run) > 1 or sender[:1] != _CONTROLLER):
+        who = self._peers.get(sender)
+        is_controller = who is not None and who.role == "controller"
+        if isinstance(record, Run) and (len(record.run) > 1 or not is_controller):
             return self._hear_nested_run(sender, record)
-        if sender[:1] == _CONTROLLER:
+        if is_controller:
             return self._hear_controller(sender, record)
         return _refuse(sender, record, "a worker accepts Prepare, Run, Cancel and Forget from a controller only")
 
@@ -370,7 +376,7 @@ class SessionCore:
             return [RefuseRegistration(f"the server refuses worker {name}: {record.error.message}")]
         if isinstance(record, messages.Registered):
             self.registered = record
-            return [SendSupervisor(messages.Ready(self._register.worker.endpoint)), *self._confirm_gone()]
+            return [SendSupervisor(messages.Ready()), *self._confirm_gone()]
         return [Drop(SERVER, record, "this worker is not registered yet")]
 
     def _hear_server(self, record: Record) -> list[Output]:
@@ -403,7 +409,8 @@ class SessionCore:
         elif isinstance(record, messages.Serving):
             return self.server_serves()
         elif isinstance(record, messages.ClientGone):
-            self._gone_controller = _CONTROLLER + record.client.encode()
+            self._gone_client = record.client
+            self._gone_controller = next((n for n, who in self._peers.items() if who.client == record.client), b"")
             dropped = self._drop_work(self._is_of_gone_controller, "its controller has gone")
             return [*dropped, NoteCancel(), *self._confirm_gone()]
         return []
@@ -411,9 +418,9 @@ class SessionCore:
     def _confirm_gone(self) -> list[Output]:
         """Tell the server that of the controller that has gone no other run is carried out here, once none is."""
         is_under_way = self._run is not None and self._run[0] == self._gone_controller
-        if self.registered is None or not self._gone_controller or is_under_way:
+        if self.registered is None or not self._gone_client or is_under_way:
             return []
-        return [SendServer(messages.ClientGone(self._gone_controller[1:].decode()))]
+        return [SendServer(messages.ClientGone(self._gone_client))]
 
     def _hear_colleague(self, record: Record) -> list[Output]:
         if isinstance(record, messages.Refused) and self._is_waiting:
@@ -444,7 +451,9 @@ class SessionCore:
         if number <= self._taken.get(point, -1):
             return [Drop(sender, run, "it was taken already")]
         wait = self._waiting[-1] if self._waiting else None
-        if sender[:1] != _HOLDER or wait is None or wait.merge_point != point:
+        who = self._peers.get(sender)
+        is_holder = who is not None and (who.role, who.rank) == ("worker", _HOLDER)
+        if not is_holder or wait is None or wait.merge_point != point:
             return _refuse(sender, run, "runs come from a controller, nested runs from the merge_call that waits here")
         self._taken[point] = number
         self.note_over((*point, number - 1))

@@ -11,15 +11,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from cs_proto import messages
+from cs_proto import messages, peers
 from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.peers import SERVER
 from cs_proto.records import Buffer, Record
+from cs_runtime.logs import Complaints
 from cs_runtime.trace import moments
 from cs_runtime.transport.channel import Channel, Received
 from cs_runtime.transport.supervisor_link import SupervisorLink
@@ -31,6 +32,7 @@ from .core import COLLEAGUE
 __all__ = ["Link", "moment"]
 
 _log = logging.getLogger("central_storage.worker")
+_complaints = Complaints(_log)
 
 #: Notes where in a step this process is.
 moment = moments("worker")
@@ -49,8 +51,9 @@ class Link:
     def __init__(
         self, config: Config, lifeline: SupervisorLink, gone: Callable[[], NoReturn], doorbell: int, turns: Baton
     ) -> None:
-        """Listen and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
-        ``doorbell`` is readable after a signal, whose handler then runs here; ``turns`` hears of every wait."""
+        """Listen and connect. The supervisor must have given this process its name. ``gone`` is called where the
+        supervisor is gone, and must not return; the descriptor ``doorbell`` is readable after a signal, whose handler
+        then runs here; ``turns`` hears of every wait."""
         self._config = config
         self._lifeline = lifeline
         self._gone = gone
@@ -75,12 +78,17 @@ class Link:
             self._channel.close()
             raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
         self._channel.admit()
-        self._channel.connect(SERVER, config.server_endpoint, config.identity)
+        self._channel.connect(SERVER, peers.server_endpoint(config.run_directory))
 
     @property
     def is_inherited(self) -> bool:
         """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
         return os.getpid() != self._process
+
+    @property
+    def peers(self) -> Mapping[bytes, messages.Introduce]:
+        """The processes that may send messages to this worker."""
+        return self._lifeline.peers
 
     def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
         """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit). What
@@ -113,7 +121,7 @@ class Link:
     def _is_of_mailbox(self, received: Received) -> bool:
         """Whether it is about the mailbox of the controller, and so done with. Another server gets another mailbox."""
         peer, record, _ = received
-        if isinstance(record, messages.Offer) and peer[:1] == b"c":
+        if isinstance(record, messages.Offer) and self.peers[peer].role == "controller":
             for other in self._channel.mailboxes.peers():
                 if other not in (SERVER, peer):  # there is one controller at a time
                     self._channel.mailboxes.forget(other)
@@ -144,16 +152,17 @@ class Link:
         """Answer a peer of the ROUTER; dropped where it has gone."""
         self._send(identity, record)
 
-    def send_worker(self, endpoint: str, record: Record) -> None:
+    def send_worker(self, worker: messages.Worker, record: Record) -> None:
         """Send to another worker, as the holder of a token."""
-        peer = COLLEAGUE + endpoint.encode()
+        peer = _colleague(worker)
         if not self._channel.is_connected(peer):
-            self._channel.connect(peer, endpoint, self._config.holder_identity, WORK_LIMITS)
+            endpoint = peers.worker_endpoint(self._config.run_directory, worker.replica, worker.incarnation)
+            self._channel.connect(peer, endpoint, WORK_LIMITS)
         self._send(peer, record)
 
-    def forget_worker(self, endpoint: str) -> None:
+    def forget_worker(self, worker: messages.Worker) -> None:
         """Another worker is gone, and what was to be sent to it with it."""
-        self._channel.disconnect(COLLEAGUE + endpoint.encode())
+        self._channel.disconnect(_colleague(worker))
 
     def give_up(self, reason: str) -> NoReturn:
         """End this worker at once: another has its place."""
@@ -188,7 +197,7 @@ class Link:
         try:
             record = (self._server_decoder if sender == SERVER else self._decoder).decode(parts)
         except PeerProtocolError as error:
-            _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
+            _complaints.warn(sender, "%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
@@ -196,6 +205,10 @@ class Link:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("received from %r: %.300r", sender, record)
         return record
+
+
+def _colleague(worker: messages.Worker) -> bytes:
+    return b"%sw%d.%d" % (COLLEAGUE, worker.replica, worker.incarnation)
 
 
 def _step_finished(peer: bytes, number: int, body: bytes) -> Record:

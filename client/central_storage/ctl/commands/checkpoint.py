@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         paths = files_of(options.path)
         found = [contents(path) for path in paths]
     except (CheckpointError, OSError) as error:
-        print(f"cs-ctl: error: {printing.shown(str(error))}", file=sys.stderr)
+        print(f"cs-ctl: error: {printing.printable(str(error))}", file=sys.stderr)
         return NO_SERVICE
     if options.json:
         printing.json_line({"path": options.path, "checkpoints": [_json(each) for each in found]})

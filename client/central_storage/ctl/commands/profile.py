@@ -11,6 +11,7 @@ from central_storage.ctl.profile import as_json, check, lines, profile
 from central_storage.ctl.reading import Looker
 from central_storage.ctl.services import Entry, choose
 from cs_proto.errors import ConfigurationError, NoAnswerError, ShutdownError
+from cs_proto.printable import printable
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -62,7 +63,7 @@ def _await_start(entry: Entry, seconds: float) -> None:
                     "why; --wait SECONDS waits longer"
                 )
             if not is_said:
-                print(printing.shown(f"{entry.name} is starting{awaited}"), file=sys.stderr)
+                print(printable(f"{entry.name} is starting{awaited}"), file=sys.stderr)
                 is_said = True
             time.sleep(_LOOK_EVERY)
     if reading.state in ("stopping", "failed", "over"):

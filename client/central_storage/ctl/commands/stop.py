@@ -19,6 +19,7 @@ from central_storage.ctl import printing, processes
 from central_storage.ctl.asking import Supervisor
 from central_storage.ctl.services import Entry, choose
 from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError
+from cs_proto.printable import printable
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(printing.shown(text), file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def _quiet(text: str) -> None:

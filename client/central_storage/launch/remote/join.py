@@ -23,10 +23,14 @@ from central_storage.launch.supervisor.lifecycle import STOP_GRACE
 from central_storage.launch.supervisor.loop import Loop, Signals
 from central_storage.launch.supervisor.output import Console, Screen, Stream
 from cs_proto.errors import LaunchError
-from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
+from cs_proto.failures import text_of
+from cs_proto.frozen import with_changes
+from cs_proto.messages import PROTOCOL, Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
+from cs_proto.printable import printable
 from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
 from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import NAME_VARIABLE
 
 __all__ = ["join"]
 
@@ -63,6 +67,7 @@ class _Joining:
         self._is_waiting = False  # for the next supervisor
         self._run: RunFile | None = None  # another supervisor may take it up
         self._command: Command | None = None  # of the worker that was started last
+        self._name = b""  # of that worker
         self._next: Joined | None = None  # to be started when the one that runs has ended
         self._code: int | None = None
 
@@ -85,7 +90,7 @@ class _Joining:
             self._loop.call_later(_TRY_EVERY, self._connect)
             return
         self._run = RunFile.read(self._run_directory)
-        self._meet(link, Join(os.getpid()))
+        self._meet(link, Join(PROTOCOL, os.getpid()))
 
     def _meet(self, link: socket.socket, join: Join) -> None:
         self._service = Peer(self._loop, link, self._heard, self._gone)
@@ -111,7 +116,7 @@ class _Joining:
             except LaunchError:
                 self._loop.call_later(_TRY_EVERY, self._come_back)
                 return
-            self._meet(link, Join(os.getpid(), self._command.rank, self._command.incarnation))
+            self._meet(link, Join(PROTOCOL, os.getpid(), self._command.rank, self._command.incarnation, self._name))
             if self._died is not None and self._service is not None:
                 self._service.send(self._died)
 
@@ -126,7 +131,7 @@ class _Joining:
             else:
                 self._say(f"the service is back, worker w{record.rank} continues")
         elif isinstance(record, StartFailed):
-            self._say(record.error.message)
+            self._say(text_of(record.error))
             self._code = START_FAILED
         elif isinstance(record, Interrupt) and self._worker is not None:
             self._worker.interrupt()
@@ -141,7 +146,9 @@ class _Joining:
 
     def _start(self, joined: Joined) -> None:
         self._has_failed, self._died, self._next = False, None, None
-        self._command = command = of_incarnation(self._command_of(joined), joined.incarnation)
+        command = of_incarnation(self._command_of(joined), joined.incarnation)
+        command = with_changes(command, environment={**command.environment, NAME_VARIABLE: joined.name.hex()})
+        self._command, self._name = command, joined.name
         self._say(f"worker {command.label} of {joined.replicas} on {command.device}, transport {joined.transport}")
         try:
             self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
@@ -227,4 +234,4 @@ class _Joining:
             sys.stderr.flush()
 
     def _say(self, text: str) -> None:
-        self._screen.write("stderr", "cs-launch", text.splitlines())
+        self._screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))

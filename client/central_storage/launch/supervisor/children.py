@@ -38,6 +38,8 @@ _DRAIN_NBYTES = 1 << 20
 _STACKS_SECONDS = 0.3
 # A line that has not ended after so long is shown as far as it has come.
 _FLUSH_SECONDS = 0.2
+# Larger than any other score: a process that fills the whole memory has 1000 without it.
+_OOM_FIRST = "1000"
 
 
 class Running(Protocol):
@@ -79,8 +81,8 @@ class Running(Protocol):
     def show_stacks(self) -> None:
         """Make it print the stacks of its threads."""
 
-    def is_run_by(self, peer: Peer) -> bool:
-        """Whether ``peer``, which introduced itself as this process, can be this process."""
+    def is_run_by(self, peer: Peer, who: Introduce) -> bool:
+        """Whether ``peer``, which introduced itself as ``who``, can be this process."""
 
 
 class Processes(list[Running]):
@@ -109,7 +111,7 @@ class Processes(list[Running]):
         identity = (who.role, who.rank, who.incarnation)
         for child in self:
             command = child.command
-            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer):
+            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer, who):
                 return child
         return None
 
@@ -163,7 +165,7 @@ class Child:
                 bufsize=0,
                 start_new_session=piped,
                 pass_fds=descriptors,
-                preexec_fn=_prepared(os.getpid(), open_files_limit),
+                preexec_fn=_prepared(os.getpid(), open_files_limit, goes_first=command.role == "worker"),
             )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
@@ -253,7 +255,7 @@ class Child:
         if self.returncode is None and _handles(self.pid, signal.SIGUSR1):
             signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
 
-    def is_run_by(self, peer: Peer) -> bool:
+    def is_run_by(self, peer: Peer, who: Introduce) -> bool:
         """Whether the kernel reports this pid for the connection."""
         return peer.pid == self.pid
 
@@ -411,11 +413,15 @@ def _kept_on(processors: frozenset[int]) -> Iterator[None]:
                 os.sched_setaffinity(0, before)
 
 
-def _prepared(parent: int, open_files_limit: int | None) -> Callable[[], None]:
+def _prepared(parent: int, open_files_limit: int | None, *, goes_first: bool) -> Callable[[], None]:
     """A function for the child to call before it becomes another program: it ends the child when ``parent`` dies, and
-    sets its limit of open files."""
+    sets its limit of open files. If ``goes_first``, the kernel kills the child before any other process of the service
+    where memory runs out: another worker takes the place of a worker, but nobody that of the supervisor."""
 
     def prepare() -> None:
+        if goes_first:
+            with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # without /proc nobody is chosen
+                file.write(_OOM_FIRST)
         if open_files_limit is not None:
             open_files.lower_limit(open_files_limit)
         end_with_parent(parent, signal.SIGKILL)

@@ -15,11 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
+import msgpack
+
 from central_storage.launch.plan import label
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import PeerProtocolError
-from cs_proto.messages import Introduce, Output
+from cs_proto.failures import error_of
+from cs_proto.messages import PROTOCOL, Introduce, Join, Output, StartFailed
 from cs_proto.records import Record
+from cs_runtime.logs import Complaints
 
 from .loop import Loop
 from .output import Stream
@@ -27,6 +31,7 @@ from .output import Stream
 __all__ = ["Peer"]
 
 _log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
 
 # Output is cut into records of at most this many characters, so that every packet fits the socket's buffer.
 _OUTPUT_LIMIT = 8192
@@ -155,12 +160,17 @@ class Peer:
         if not packet:
             self._end("")
             return
+        if self.introduction is None and (why := _why_skewed(packet)):
+            self._turn_away(PeerProtocolError(f"process {self.pid} {why}"))
+            return
         try:
             if flags & socket.MSG_TRUNC:
                 raise PeerProtocolError(f"a packet of more than {PACKET_NBYTES} bytes")
             record = decode([packet])
         except PeerProtocolError as error:
-            _log.error("dropped a packet of %s: %s", self.label, error)
+            _complaints.warn(self.pid, "dropped a packet of %s: %s", self.label, error)
+            if self.introduction is None and _is_first(packet):
+                self._turn_away(error)
             return
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s -> supervisor: %.300r", self.label, record)
@@ -169,11 +179,43 @@ class Peer:
         except Exception:  # noqa: BLE001  (no record of a peer may end the supervisor, which holds all memory)
             _log.exception("dropped a %s of %s, which could not be acted on", type(record).__name__, self.label)
 
+    def _turn_away(self, error: PeerProtocolError) -> None:
+        self.send(StartFailed(error_of(error)))
+        if not self.closed:
+            self._end(f"is refused: {error}")
+
     def _end(self, reason: str) -> None:
         if reason:
-            _log.warning("%s %s; its connection is closed", self.label, reason)
+            _complaints.warn(self.pid, "%s %s; its connection is closed", self.label, reason)
         self.close()
         self._on_end(self)
+
+
+def _first_fields(packet: bytes) -> list[object]:
+    """The fields of a packet that another version of this package may have sent, as far as they can be read."""
+    try:
+        fields = msgpack.unpackb(packet)
+    except Exception:  # noqa: BLE001  (msgpack raises whatever it finds, and the caller only looks for a number)
+        return []
+    return fields if isinstance(fields, list) else []
+
+
+def _is_first(packet: bytes) -> bool:
+    """Whether a process introduces itself by this packet, in whatever version."""
+    return _first_fields(packet)[:1] in ([Introduce.code], [Join.code])
+
+
+def _why_skewed(packet: bytes) -> str:
+    """What is wrong with a first packet of another protocol; empty if it is of this one."""
+    if not _is_first(packet):
+        return ""
+    (protocol,) = _first_fields(packet)[1:2] or (None,)
+    if protocol == PROTOCOL and type(protocol) is int:
+        return ""
+    spoken = f"protocol {protocol}" if type(protocol) is int else "a protocol from before these had numbers"
+    return (
+        f"speaks {spoken}, this service protocol {PROTOCOL}; install the same version of central-storage on both sides"
+    )
 
 
 def _close(descriptors: tuple[int, ...]) -> None:

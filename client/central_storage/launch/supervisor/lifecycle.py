@@ -22,6 +22,7 @@ from central_storage.launch.plan import Command, next_incarnation
 from cs_proto.errors import CentralStorageError, LaunchError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
+    Appoint,
     ClientGone,
     DeviceChoice,
     Died,
@@ -47,12 +48,14 @@ from cs_proto.messages import (
     StartFailed,
     WatchTimes,
 )
+from cs_proto.printable import printable
 from cs_proto.records import Record
-from cs_runtime import open_files
+from cs_runtime.logs import Complaints
 from cs_runtime.run_file import RunFile
 
 from .children import Child, Processes, Running, Standbys, end_leftovers
 from .connections import Peer
+from .introductions import Introductions
 from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
 from .output import LogFiles, Screen, Sink, Stream
@@ -65,6 +68,7 @@ from .seats import Elsewhere
 __all__ = ["STOP_GRACE", "Service", "transport_of"]
 
 _log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
 
 #: Seconds that a process may take to end by itself before it is killed.
 STOP_GRACE = 3.0
@@ -125,8 +129,6 @@ class Service:
         self._state: ServiceState = "recovering" if self._takes_up else "starting"
         self._start_child = start_child
         self._children = Processes()
-        self._owner: Peer | None = None
-        self._endpoint = ""
         self._recovery = recovery or Recovery()
         self._restarts = Restarts(self._recovery.max_restarts)
         #: For each process, the last incarnation that ended unexpectedly, until its successor is ready.
@@ -143,6 +145,7 @@ class Service:
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
         self._reporter = Reporter(self._transport, self._memory)
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting, self._reporter.note)
+        self._introductions = Introductions(self._reception)
         sink.on_room = self._children.listen
 
     def start(self) -> None:
@@ -216,7 +219,7 @@ class Service:
             serves = serves or self._run_file.serves
             commands = [child.command for child in self._children] or self._commands
             started = [command.incarnation for command in commands]
-            here = {peer.introduction.client for peer in self._reception.peers if peer.introduction is not None} - {""}
+            here = self._introductions.controllers()
             self._run_file = with_changes(
                 self._run_file,
                 server=started[0],
@@ -237,8 +240,8 @@ class Service:
 
     def own(self, link: socket.socket) -> Peer:
         """Take the owner's connection. When it ends, or sends :class:`Shutdown`, the service stops."""
-        self._owner = self._reception.connect(link)
-        return self._owner
+        self._introductions.owner = owner = self._reception.connect(link)
+        return owner
 
     @property
     def stopped(self) -> bool:
@@ -272,7 +275,8 @@ class Service:
         self._end_children(grace)
 
     def say(self, text: str) -> None:
-        """Print a line of the supervisor itself."""
+        """Print a line of the supervisor itself, whatever peers have called themselves and their deaths."""
+        text = printable(text)
         self._reporter.note(text)
         self._reporter.add("supervisor", "stderr", [text])
         self._screen.write("stderr", "supervisor", [text])
@@ -395,11 +399,12 @@ class Service:
         self._mailroom.forget(peer)
         self._reporter.forget(peer)
         self._seating.forget(peer)
-        if peer is self._owner:
+        self._introductions.forget(peer)
+        if peer is self._introductions.owner:
             if self._state != "stopping":
                 _log.debug("the owner's connection has ended")
                 self.stop()
-        elif peer.introduction is not None and peer.introduction.client:
+        elif peer.introduction is not None and peer.label == "controller" and peer.introduction.client:
             self._has_left(peer.introduction.client)
             self._write_down()
 
@@ -422,6 +427,9 @@ class Service:
 
     def _pass_on(self, peer: Peer, request: Interrupt | Kill | ShowStacks) -> None:
         """Interrupt, kill or inspect a worker, unless the request names a replaced incarnation."""
+        if isinstance(request, Interrupt) and not self._introductions.is_controller(peer):
+            _drop(peer, request)
+            return
         incarnation = None if isinstance(request, Interrupt) else request.incarnation
         for child in self._children.workers(request.replica, incarnation):
             if isinstance(request, Interrupt):
@@ -432,7 +440,7 @@ class Service:
                 child.show_stacks()
 
     def _shut_down(self, peer: Peer, request: Shutdown) -> None:
-        if peer is not self._owner:
+        if peer is not self._introductions.owner:
             _drop(peer, request)
             return
         _log.debug("shut down: %s", request.reason)
@@ -445,13 +453,13 @@ class Service:
             self._reception.refuse(
                 peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that"
             )
-        elif who.role == "observer" and not open_files.may_have_guests():
-            self._reception.turn_away(peer)
+        elif (error := self._introductions.why_not(peer, who)) is not None:
+            self._reception.turn_away(peer, error)
         else:
             if who.role == "controller" and self._choose is not None:
                 self._start_processes()
-            peer.introduction = who
-            if who.client:
+            self._introductions.introduce(peer, who, is_back=who.client in self._awaited)
+            if who.role == "controller":
                 self._awaited.discard(who.client)
                 self._write_down()
             if who.role == "server":  # a restarted server does not know these, and its predecessor may have missed some
@@ -491,15 +499,13 @@ class Service:
     def _ready(self, peer: Peer, ready: Ready) -> None:
         child = self._children.of(peer)
         if child is None:
-            _log.error("dropped a Ready of %s: it is not a process of this service", peer.label)
+            _complaints.warn(peer.pid, "dropped a Ready of %s: it is not a process of this service", peer.label)
             return
         if child.returncode is not None:  # the process ended before its last record was read
             return
         child.ready_since = time.monotonic()
         role, rank = child.command.role, child.command.rank
         self._deaths.pop((role, rank), None)
-        if role == "server":
-            self._endpoint = ready.endpoint
         if self._state == "starting" and all(other.ready_since is not None for other in self._children):
             self._state = "serving"
             self._write_down(serves=True)
@@ -513,7 +519,7 @@ class Service:
             self.say(f"{child.name} works in its place")
 
     def _serving(self) -> Serving:
-        return Serving(self._endpoint, self.run_directory, self._transport)
+        return Serving(self.run_directory, self._transport)
 
     def _has_worked(self, peer: Peer, progress: MadeProgress) -> None:
         child = self._children.of(peer)
@@ -526,13 +532,14 @@ class Service:
             self.first_failure = None  # the successor works
 
     def _hand_out(self, peer: Peer, request: MakeSegment | ExtendSegment | OpenSegment) -> None:
+        label = self._introductions.label(peer)
         try:
             if isinstance(request, MakeSegment):
-                segment, descriptor = self._memory.make(peer.label, request)
+                segment, descriptor = self._memory.make(label, request)
             elif isinstance(request, ExtendSegment):
-                segment, descriptor = self._memory.extend(peer.label, request)
+                segment, descriptor = self._memory.extend(label, request)
             else:
-                segment, descriptor = self._memory.open(peer.label, request.segment)
+                segment, descriptor = self._memory.open(label, request.segment)
         except CentralStorageError as error:
             peer.send(SegmentRefused(request.segment, as_record(error)))
         else:
@@ -568,6 +575,7 @@ class Service:
         Kill: ("server", _pass_on),
         ShowStacks: ("server", _pass_on),
         ClientGone: ("server", _give_up),
+        Appoint: ("server", lambda self, peer, request: self._introductions.appoint(request.client, peer)),
         MadeProgress: (None, _has_worked),
         Died: (None, lambda self, peer, died: None if self._seating.has_died(peer, died) else _drop(peer, died)),
         Shutdown: (None, _shut_down),
@@ -583,7 +591,7 @@ class Service:
 
 
 def _drop(peer: Peer, record: Record) -> None:
-    _log.error("dropped a %s of %s: that peer may not send it", type(record).__name__, peer.label)
+    _complaints.warn(peer.pid, "dropped a %s of %s: that peer may not send it", type(record).__name__, peer.label)
 
 
 def _identity(command: Command) -> tuple[Role, int, int]:

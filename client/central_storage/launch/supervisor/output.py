@@ -14,14 +14,14 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Literal, Protocol
 
 from cs_proto.errors import ConfigurationError
+from cs_proto.printable import printable
 
 from .loop import Loop
 
-__all__ = ["Console", "Lines", "LogFiles", "Screen", "Sink", "Stream", "Tail"]
+__all__ = ["KEPT_NBYTES", "Console", "Lines", "LogFiles", "Screen", "Sink", "Stream", "Tail"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -31,6 +31,8 @@ Stream = Literal["stdout", "stderr"]
 _LINE_LIMIT = 8192
 _TAIL_LINES = 20
 _TAIL_LINE_LIMIT = 500
+#: The most bytes that are kept of one process where the files may lie in memory.
+KEPT_NBYTES = 16 << 20
 # When more bytes than this wait for a slow terminal, the processes' pipes are not read.
 _CONSOLE_NBYTES = 256 * 1024
 # A pipe that polls as writable takes this much without blocking.
@@ -108,8 +110,8 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Remember ``lines``, shortened, without what others are drawn over."""
-        self._lines.extend(line[:_TAIL_LINE_LIMIT] for line in lines if not line.endswith("\r"))
+        """Remember ``lines``, shortened and printable, without what others are drawn over."""
+        self._lines.extend(printable(line[:_TAIL_LINE_LIMIT]) for line in lines if not line.endswith("\r"))
 
     def text(self) -> str:
         """At most 20 lines, the last one last."""
@@ -121,15 +123,19 @@ class Tail:
 
 
 class LogFiles:
-    """A file ``<label>.log`` for each process, with both streams in the order in which they were read."""
+    """A file ``<label>.log`` for each process, with both streams in the order in which they were read.
 
-    def __init__(self, directory: str) -> None:
-        """Make ``directory``, for its owner only. Raises ConfigurationError if that fails."""
+    With a limit, a file that has reached half of it becomes ``<label>.log.1``, in place of the one before."""
+
+    def __init__(self, directory: str, limit: int | None = None) -> None:
+        """Make ``directory``, for its owner only. The files of a process take at most ``limit`` bytes. Raises
+        ConfigurationError if the directory cannot be made."""
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"log files cannot be written to {directory}: {error.strerror}") from error
         self.directory = directory
+        self._limit = limit
         self._files: dict[str, int] = {}
 
     @classmethod
@@ -143,16 +149,27 @@ class LogFiles:
         descriptor = self._files.get(label)
         try:
             if descriptor is None:
-                path = Path(self.directory, f"{label}.log")
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-                self._files[label] = descriptor
+                descriptor = self._files[label] = self._open(label)
             if descriptor >= 0:
-                os.write(descriptor, "".join(f"{line}\n" for line in lines if not line.endswith("\r")).encode())
+                text = "".join(f"{line}\n" for line in lines if not line.endswith("\r")).encode()
+                if self._limit is not None and os.fstat(descriptor).st_size + len(text) > self._limit // 2:
+                    os.close(self._files.pop(label))
+                    descriptor = None
+                    os.rename(self._path(label), self._path(label) + ".1")
+                    descriptor = self._files[label] = self._open(label)
+                os.write(descriptor, text)
         except OSError as error:
             _log.warning("nothing more is written to %s/%s.log: %s", self.directory, label, error.strerror)
             if descriptor is not None:
                 os.close(descriptor)
             self._files[label] = -1
+
+    def _path(self, label: str) -> str:
+        return os.path.join(self.directory, f"{label}.log")
+
+    def _open(self, label: str) -> int:
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self._path(label), how, 0o600)
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -13,6 +13,7 @@ from cs_proto.errors import CentralStorageError, code_of
 from cs_proto.messages import Error, Role, StartFailed
 from cs_proto.records import Record
 from cs_runtime import open_files
+from cs_runtime.logs import Complaints
 
 from .connections import Peer
 from .loop import Loop, Timer
@@ -20,6 +21,7 @@ from .loop import Loop, Timer
 __all__ = ["Reception", "as_record"]
 
 _log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
 
 # At the end, peers get this many seconds to read their last records.
 _FAREWELL = 0.5
@@ -27,6 +29,9 @@ _FAREWELL = 0.5
 _ACCEPT_AGAIN = 1.0
 # A process that connects must introduce itself within this many seconds, or its connection is closed.
 _INTRODUCTION = 5.0
+# So many processes may be connected without having introduced themselves. If there are more, the first of them goes: an
+# honest one introduces itself at once.
+_STRANGERS = 64
 # This fraction of the descriptors stays free for segments, mailboxes and restarted processes. No connection is accepted
 # while fewer are free.
 _FREE_SHARE = 8
@@ -103,16 +108,16 @@ class Reception:
 
     def refuse(self, peer: Peer, reason: str) -> None:
         """End a connection."""
-        _log.error("%s; its connection is closed", reason)
+        _complaints.warn(peer.pid, "%s; its connection is closed", reason)
         self._note(reason)
         peer.close()
         self._ended(peer)
 
-    def turn_away(self, peer: Peer) -> None:
-        """Refuse an observer for which there is no descriptor, with the reason."""
-        error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
+    def turn_away(self, peer: Peer, error: CentralStorageError) -> None:
+        """End a connection, and tell the peer why."""
         peer.send(StartFailed(as_record(error)))
-        self.refuse(peer, f"process {peer.pid} is refused as an observer: {error}")
+        if not peer.closed:
+            self.refuse(peer, f"process {peer.pid} is refused: {error}")
 
     def _accept(self) -> None:
         free, limit = open_files.free(), open_files.limit()
@@ -124,11 +129,18 @@ class Reception:
         except OSError as error:  # too many open files in the whole system, or no memory
             self._accept_later(str(error.strerror))
             return
+        self._make_room()
         peer = self.connect(link)
         if peer.uid != os.geteuid():
             self.refuse(peer, f"process {peer.pid} of user {peer.uid} connected")
         else:
             self._loop.call_later(_INTRODUCTION, partial(self._expect_introduction, peer))
+
+    def _make_room(self) -> None:
+        """Close the connection of the first stranger if there are too many of them."""
+        strangers = [each for each in self.peers if each.introduction is None and not self._is_waiting(each)]
+        if len(strangers) >= _STRANGERS:
+            self.refuse(strangers[0], f"process {strangers[0].pid} did not say who it is, and others want to")
 
     def _accept_later(self, why: str) -> None:
         """Leave new connections in the queue for a while."""

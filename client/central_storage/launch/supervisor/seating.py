@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from cs_proto.errors import LaunchError
-from cs_proto.messages import Died, Introduce, Join, Joined, StartFailed
+from cs_proto.messages import PROTOCOL, Died, Introduce, Join, Joined, StartFailed
+from cs_proto.printable import printable
 
 from .children import Processes, Running
 from .connections import Peer
+from .introductions import new_name
 from .reception import as_record
 from .seats import Elsewhere
 
@@ -58,7 +60,9 @@ class Seating:
         successor was to be started, the launcher gets that incarnation."""
         if request.incarnation == place.command.incarnation:
             place.ready_since = time.monotonic()
-        self._give(place, launcher, request.pid)
+            self._give(place, launcher, request.pid, request.name)
+        else:
+            self._give(place, launcher, request.pid)
         self._say(f"worker w{place.command.rank} is back")
 
     def fill(self) -> None:
@@ -93,7 +97,7 @@ class Seating:
         if place is None:
             return False
         if died.incarnation == place.command.incarnation:
-            place.end(died.cause, died.log)
+            place.end(printable(died.cause), died.log)
         return True
 
     def forget(self, peer: Peer) -> None:
@@ -102,12 +106,12 @@ class Seating:
         if peer in self._places:
             self._places.pop(peer).leave()
 
-    def _give(self, place: Elsewhere, launcher: Peer, pid: int) -> None:
-        command = place.command
-        launcher.introduction = Introduce("worker", command.rank, command.incarnation, pid)
-        place.take(launcher, pid)
+    def _give(self, place: Elsewhere, launcher: Peer, pid: int, name: bytes = b"") -> None:
+        command, name = place.command, name or new_name()
+        launcher.introduction = Introduce(PROTOCOL, "worker", command.rank, command.incarnation, pid)
+        place.take(launcher, pid, name)
         self._places[launcher] = place
-        launcher.send(Joined(command.rank, command.incarnation, len(self.places), self._transport))
+        launcher.send(Joined(command.rank, command.incarnation, len(self.places), self._transport, name))
 
     def _is_started_again(self, child: Running) -> bool:
         died = self._deaths.get((child.command.role, child.command.rank))

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 
 from central_storage.launch.plan import Command
-from cs_proto.messages import Interrupt, Kill, ShowStacks, Shutdown
+from cs_proto.messages import Interrupt, Introduce, Kill, ShowStacks, Shutdown
 
 from .connections import Peer
 from .loop import Loop
@@ -46,6 +46,7 @@ class Elsewhere:
         #: The launcher that runs it, or ran it until it ended; None before that, and once the launcher is gone.
         self.launcher: Peer | None = None
         self._worker: Peer | None = None
+        self._name = b""
         #: Whether its launcher ran it for the previous supervisor and has not come back yet.
         self.is_awaited = False
 
@@ -59,9 +60,10 @@ class Elsewhere:
         """Whether no launcher runs it."""
         return self.launcher is None and self.returncode is None and not self.is_awaited
 
-    def take(self, launcher: Peer, pid: int) -> None:
-        """Give the place to ``launcher``, whose pid is that of its own container."""
-        self.launcher, self.pid, self.is_awaited = launcher, pid, False
+    def take(self, launcher: Peer, pid: int, name: bytes) -> None:
+        """Give the place to ``launcher``, whose pid is that of its own container, and which tells its worker the
+        name."""
+        self.launcher, self.pid, self.is_awaited, self._name = launcher, pid, False, name
 
     def end(self, cause: str, log: str = "") -> None:
         """Note the end of the worker, with its cause and its last lines. Idempotent."""
@@ -112,9 +114,10 @@ class Elsewhere:
         if self.launcher is not None:
             self.launcher.send(ShowStacks(self.command.rank, self.command.incarnation))
 
-    def is_run_by(self, peer: Peer) -> bool:
-        """Whether ``peer`` is the first that introduced itself as this worker since the place was taken. Its pid cannot
-        be checked here; it is a process of the same user."""
-        if self._worker is None and (self.launcher is not None or self.is_awaited):
+    def is_run_by(self, peer: Peer, who: Introduce) -> bool:
+        """Whether ``peer`` is the first that introduced itself by the name that the launcher was given. Its pid cannot
+        be checked here. While a launcher is awaited, its worker may come first, and nobody knows its name."""
+        is_it = who.name == self._name if self.launcher is not None else self.is_awaited
+        if self._worker is None and is_it:
             self._worker = peer
         return self._worker is peer

@@ -132,6 +132,7 @@ def apply(server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], b
         () if weights.count(1) == len(weights) else weights,
         first.global_clipnorm,
         first.clip_epsilon,
+        first.site if first.is_watched else "",
     )
 
 

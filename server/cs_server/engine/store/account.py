@@ -1,24 +1,32 @@
 """The account: which steps a program has carried out that the control store does not have yet.
 
 A *program* (:mod:`cs_server.compute.programs`) carries out steps without the engine, while the server waits. It writes
-nothing to the control store. Before a step it copies what the workers returned to the account, and counts the step. The
-account outlives the server, like the control store. The number in it says to which step of the store it belongs.
+nothing to the control store. Before a step it copies the kind of the step and what the workers returned to the account,
+and counts the step. The account outlives the server, like the control store. The number in it says to which step of the
+store it belongs.
 """
 
 from __future__ import annotations
+
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cs_proto.codec import MARK_NBYTES
 
-__all__ = ["BODY_NBYTES", "STEPS", "Account", "account_nbytes"]
+__all__ = ["BODY_NBYTES", "KINDS", "KIND_NBYTES", "STEPS", "Account", "account_nbytes"]
 
 #: The steps whose bodies are kept: more than a client may still ask for.
 STEPS = 32
+#: The most kinds of steps.
+KINDS = 8
 _WORD_NBYTES = 8
 #: Bytes of what one worker returned: their number, then the bytes of its mark.
 BODY_NBYTES = _WORD_NBYTES + MARK_NBYTES
+_KIND = struct.Struct(f"<{1 + KINDS}Q")
+#: Bytes of the kind of a step, and of the number of steps of each kind up to this one.
+KIND_NBYTES = _KIND.size
 # The words at the head, which is as long as a cache line and the one that is prefetched with it.
 _NUMBER, _BEGUN = 0, 1
 _HEAD_NBYTES = 128
@@ -26,7 +34,7 @@ _HEAD_NBYTES = 128
 
 def account_nbytes(replicas: int) -> int:
     """Bytes of the memory of an account."""
-    return _HEAD_NBYTES + STEPS * replicas * BODY_NBYTES
+    return _HEAD_NBYTES + STEPS * (KIND_NBYTES + replicas * BODY_NBYTES)
 
 
 class Account:
@@ -35,7 +43,7 @@ class Account:
     def __init__(self, memory: NDArray[np.uint8], replicas: int) -> None:
         """``memory`` has :func:`account_nbytes`, zeros at first, or what an earlier server has left there."""
         self._words = memory[:_HEAD_NBYTES].view(np.uint64).data
-        self._bodies = memory[_HEAD_NBYTES : account_nbytes(replicas)].reshape(STEPS, replicas, BODY_NBYTES)
+        self._steps = memory[_HEAD_NBYTES : account_nbytes(replicas)].reshape(STEPS, -1)
         self._address = memory.__array_interface__["data"][0]
         if not self._words[_NUMBER]:
             self._words[_NUMBER] = 1
@@ -55,10 +63,16 @@ class Account:
         self._words[_BEGUN] = 0
         self._words[_NUMBER] += 1
 
+    def kind(self, run: int) -> tuple[int, tuple[int, ...]]:
+        """The kind of a run that is among the last :data:`STEPS`, and how many steps of each kind there were up to this
+        one."""
+        kind, *counts = _KIND.unpack_from(self._steps[run % STEPS].data)
+        return kind, tuple(counts)
+
     def bodies(self, run: int) -> list[bytes]:
         """What the workers returned of a run that is among the last :data:`STEPS`, by replica."""
         found = []
-        for body in self._bodies[run % STEPS]:
+        for body in self._steps[run % STEPS, KIND_NBYTES:].reshape(-1, BODY_NBYTES):
             size = min(int.from_bytes(body[:_WORD_NBYTES].tobytes(), "little"), MARK_NBYTES)
             found.append(body[_WORD_NBYTES : _WORD_NBYTES + size].tobytes())
         return found
@@ -73,7 +87,10 @@ class Account:
         """The address of the word of :attr:`begun`."""
         return int(self._address + _BEGUN * _WORD_NBYTES)
 
+    def kind_address(self, run: int) -> int:
+        """The address at which a program puts the words of :meth:`kind`."""
+        return int(self._address + _HEAD_NBYTES + run % STEPS * self._steps.shape[1])
+
     def body_address(self, run: int, replica: int) -> int:
         """The address at which a program puts the :data:`BODY_NBYTES` of a worker."""
-        place = run % STEPS * self._bodies.shape[1] + replica
-        return int(self._address + _HEAD_NBYTES + place * BODY_NBYTES)
+        return self.kind_address(run) + KIND_NBYTES + replica * BODY_NBYTES

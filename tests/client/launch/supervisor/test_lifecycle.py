@@ -23,7 +23,9 @@ from central_storage.launch.plan import Command
 from central_storage.launch.supervisor import reception
 from central_storage.launch.supervisor.lifecycle import Service, transport_of
 from central_storage.launch.supervisor.restarts import Restarts
+from cs_proto.codec import decode
 from cs_proto.messages import (
+    PROTOCOL,
     ClientGone,
     DeviceChoice,
     Died,
@@ -76,7 +78,7 @@ def failed(client: Client) -> str:
 
 def test_clients_are_told_once_everybody_is_ready_and_later_ones_at_once(world: World) -> None:
     world.start(workers=2)
-    serving = Serving("ipc:///run/server", world.directory.path, transport_of(Memfd(), mailboxes=True))
+    serving = Serving(world.directory.path, transport_of(Memfd(), mailboxes=True))
     assert world.client().receive() == serving
     assert world.client("observer").receive() == serving
     assert world.service.first_failure is None
@@ -87,6 +89,7 @@ def test_nobody_is_told_before_the_last_is_ready(world: World, tmp_path: Path) -
     world.start(w0=f"print('at the door'); open({str(tmp_path / 'door')!r}).read()")
     client = world.client()
     world.until(lambda: "[w0] at the door" in world.sink.text and world.service._children[0].ready_since)
+    assert isinstance(decode([client.link.recv(1 << 10)]), Introduce)
     with pytest.raises(BlockingIOError):
         client.link.recv(1)
     (tmp_path / "door").write_text("open")
@@ -183,11 +186,11 @@ def test_nonsense_is_dropped_or_ends_that_connection_and_nothing_else(
     stranger.send(OpenSegment("control"))
     assert stranger.receive() is None
     twice = world.client()
-    twice.send(Introduce("controller", 0, 1, 1))
+    twice.send(Introduce(PROTOCOL, "controller", 0, 1, 1))
     assert [type(twice.receive()), twice.receive()] == [Serving, None]
     honest.link.send(b"\xc1")
     honest.link.send(b"x" * (1 << 17) + b"x")
-    honest.send(Ready("ipc:///mine"))
+    honest.send(Ready())
     honest.send(Output("stdout", "x"))
     honest.send(Shutdown("I am not the owner"))
     assert isinstance(ask(honest, OpenSegment("../x")), SegmentRefused)
@@ -480,7 +483,7 @@ def test_a_choice_of_devices_that_comes_after_the_end_starts_nothing(world: Worl
     client = world.client(role="")
     world.service.stop()
     client.send(DeviceChoice(("cpu:0",), "cpu:0"))
-    client.send(Introduce("controller", 0, 1, os.getpid(), "c"))
+    client.send(Introduce(PROTOCOL, "controller", 0, 1, os.getpid(), "c"))
     assert "was shut down" in failed(client)
     assert not chosen
 

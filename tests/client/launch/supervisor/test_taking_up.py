@@ -17,7 +17,7 @@ from central_storage.launch.plan import of_incarnation
 from central_storage.launch.remote.serve import _start_child
 from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervisor.lifecycle import Service
-from cs_proto.messages import ClientGone, Died, Introduce, Join, Joined, Ready, Serving, StartFailed
+from cs_proto.messages import PROTOCOL, ClientGone, Died, Introduce, Join, Joined, Ready, Serving, StartFailed
 from cs_runtime.run_file import RunFile
 
 KILLED = RunFile("a run", 2, "cpu:0", LIMIT, server=2, workers=(1, 3), serves=True)
@@ -47,10 +47,13 @@ def serve(world: World, run_file: RunFile) -> Service:
     return world.service
 
 
-def joins(world: World, *known: int) -> Client:
-    """A launcher; ``known``: rank and incarnation of the worker that it runs already."""
+OLD = b"an earlier name"
+
+
+def joins(world: World, *known: int | bytes) -> Client:
+    """A launcher; ``known``: rank, incarnation and name of the worker that it runs already."""
     launcher = world.client(role="")
-    launcher.send(Join(17, *known))
+    launcher.send(Join(PROTOCOL, 17, *known))
     return launcher
 
 
@@ -58,27 +61,48 @@ def joined(launcher: Client) -> tuple[int, int]:
     while not isinstance(answer := launcher.receive(), Joined):
         assert not isinstance(answer, StartFailed), answer
         assert answer is not None
+    launcher.name = answer.name
     return answer.rank, answer.incarnation
 
 
-def introduced(world: World, rank: int, incarnation: int) -> Client:
+def introduced(world: World, rank: int, incarnation: int, name: bytes) -> Client:
     worker = world.client(role="")
-    worker.send(Introduce("worker", rank, incarnation, 18))
+    worker.send(Introduce(PROTOCOL, "worker", rank, incarnation, 18, "", name))
     return worker
 
 
 def test_who_comes_back_goes_on(world: World) -> None:
     service = serve(world, KILLED)
-    early = introduced(world, 1, 3)  # before its launcher
+    early = introduced(world, 1, 3, OLD)  # before its launcher
     assert isinstance(early.receive(), Serving)
-    assert joined(joins(world, 1, 3)) == (1, 3)
-    assert joined(joins(world, 0, 1)) == (0, 1)
-    assert isinstance(introduced(world, 0, 1).receive(), Serving)
+    assert joined(joins(world, 1, 3, OLD)) == (1, 3)
+    launcher = joins(world, 0, 1, b"another")
+    assert joined(launcher) == (0, 1)
+    assert launcher.name == b"another"
+    assert isinstance(introduced(world, 0, 1, b"another").receive(), Serving)
     assert isinstance(world.client().receive(), Serving)
     assert RunFile.read(world.directory.path) == replace(KILLED, server=3)
     assert not service.has_lost
     late = joins(world)
     assert isinstance(late.receive(), StartFailed)
+
+
+def test_a_worker_elsewhere_is_known_by_the_name_of_its_launcher(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(world, FRESH)
+    launcher = joins(world)
+    assert joined(launcher) == (0, 1)
+    assert len(launcher.name) == 16
+    assert launcher.introduced == []  # it is no worker
+    for name in (b"", b"0123456789abcdef"):
+        assert introduced(world, 0, 1, name).receive() is None
+    assert "says it is worker 0, but it was not started as that" in caplog.text
+    worker = introduced(world, 0, 1, launcher.name)
+    world.until(lambda: "joined" in world.sink.text)
+    worker.send(Ready())
+    world.until(lambda: world.service._children[1].ready_since is not None)
+    assert introduced(world, 0, 1, launcher.name).receive() is None  # there is one already
 
 
 def test_a_worker_that_died_meanwhile_is_replaced_where_it_ran(world: World) -> None:
@@ -115,7 +139,7 @@ def test_what_is_written_down(world: World) -> None:
         launcher = joins(world)
         assert joined(launcher) == (rank, 1)
         assert RunFile.read(directory) == FRESH  # there is nothing to take up yet
-        introduced(world, rank, 1).send(Ready("ipc:///run/w"))
+        introduced(world, rank, 1, launcher.name).send(Ready())
     assert isinstance(world.client().receive(), Serving)
     assert RunFile.read(directory) == replace(FRESH, serves=True)
     launcher.send(Died("worker", 1, 1, 18, "SIGSEGV", ""))
@@ -129,7 +153,7 @@ def test_a_script_that_does_not_come_back_has_left(world: World) -> None:
     directory = world.directory.path
     serve(world, replace(KILLED, return_timeout=unit(0.5), clients=("gone", "here")))
     script = world.client(role="")
-    script.send(Introduce("controller", 0, 1, 17, "here"))
+    script.send(Introduce(PROTOCOL, "controller", 0, 1, 17, "here"))
     assert isinstance(script.receive(), Serving)
     assert RunFile.read(directory).clients == ("gone", "here")
     world.until(lambda: world.service._left == ["gone"])  # to be told to the server, which says when it has heard it
@@ -149,9 +173,10 @@ def test_a_full_volume_is_said_and_ends_nothing(world: World, monkeypatch: pytes
     assert joined(launcher) == (0, 1)
     monkeypatch.setattr(RunFile, "write", full)
     for rank in range(2):
-        introduced(world, rank, 1).send(Ready("ipc:///run/w"))
+        introduced(world, rank, 1, launcher.name).send(Ready())
         if rank == 0:
-            assert joined(joins(world)) == (1, 1)
+            launcher = joins(world)
+            assert joined(launcher) == (1, 1)
     assert isinstance(world.client().receive(), Serving)
     assert "the run file cannot be written (No space left on device)" in world.sink.text
     assert RunFile.read(world.directory.path) is None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cs_worker.execution.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
+from cs_proto.arithmetic.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
 
 REAL = ("float16", "float32", "float64")
 ALL = (*REAL, "complex64", "complex128")
