@@ -58,7 +58,8 @@ def test_links_lead_somewhere(document: str) -> None:
 @pytest.mark.parametrize("document", names(DOCUMENTS))
 def test_no_line_is_longer_than_a_long_sentence(document: str) -> None:
     prose = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
-    assert [line for line in prose.splitlines() if len(line) > LINE_LENGTH] == []
+    lines = [line for line in prose.splitlines() if not re.match(r"\| \d+ \| ", line)]  # the fields of a message
+    assert [line for line in lines if len(line) > LINE_LENGTH] == []
 
 
 @pytest.mark.parametrize("document", names(DOCUMENTS))

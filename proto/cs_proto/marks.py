@@ -18,7 +18,7 @@ __all__ = ["BASES", "BASE_NBYTES", "Bases", "base_of", "is_base", "marked", "ret
 _BASE = struct.Struct("<Q")
 #: Bytes of the number of the base.
 BASE_NBYTES = _BASE.size
-_MOST_STEPS = 1 << 62
+_MOST_STEPS = (1 << 62) - 1
 #: How many bases a worker and its server keep.
 BASES = 8
 

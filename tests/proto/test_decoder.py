@@ -201,7 +201,7 @@ def test_of_what_is_known_the_bytes_that_change_are_not_kept() -> None:
 
 def test_what_another_program_spells_otherwise_is_read_each_time() -> None:
     wire = msgpack.unpackb(encode(FIRST)[0])
-    header = b"\xdc\x00\x0c" + b"".join(map(msgpack.packb, wire))
+    header = b"\xdc\x00\x0e" + b"".join(map(msgpack.packb, wire))
     decoder = Decoder()
     assert decoder.decode([header]) == FIRST
     wide = bytes(encode(FIRST)[0]).replace(b"\xc4\x04loss", b"\xc5\x00\x04loss")

@@ -15,7 +15,7 @@ from tests.harness.stand_in_supervisor import StandInSupervisor, server_link
 from cs_proto import segment_names as names
 from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import MemoryPlanError
-from cs_proto.messages import Located
+from cs_proto.messages import Located, Variable
 from cs_runtime import machine
 from cs_server.command_runner import CommandRunner, open_runner
 from cs_server.config import ServerConfig
@@ -39,10 +39,12 @@ from cs_server.events import (
     Write,
 )
 from cs_server.memory.segments import Segments
+from cs_server.numerics import Numerics
 from cs_server.variable_store import HostStore
 
 NBYTES = 1 << 20
 ADDRESSES = Addresses(NBYTES, NBYTES, NBYTES, NBYTES, NBYTES)
+NO_VARIABLES: dict[int, Variable] = {}
 SLAB = names.parameters("float32")
 #: An event that needs memory.
 ASKED = Reserved(MemoryAvailable(1))
@@ -64,7 +66,7 @@ def segments() -> Iterator[Segments]:
 @pytest.fixture
 def runner(segments: Segments) -> Iterator[CommandRunner]:
     config = ServerConfig("/run", "cpu:0", 1, 1, machine.total_nbytes(), NBYTES)
-    with closing(open_runner(config, segments, ADDRESSES, 0)) as made:
+    with closing(open_runner(config, segments, ADDRESSES, 0, Numerics(segments, NO_VARIABLES.__getitem__))) as made:
         assert made.carry_out(Allocate(SLAB, NBYTES, "", 0, 64)) is None
         yield made
 

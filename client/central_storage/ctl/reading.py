@@ -104,6 +104,10 @@ class Reading:
     average_rate: float | None
     captured: int | None
     uncaptured: dict[str, int] | None
+    #: Commits since the server began in which a sum of gradients was not finite, and those in which only the sum was
+    #: not.
+    not_finite: int | None
+    overflowed: int | None
     variables: int | None
     parameter_nbytes: int | None
     slot_nbytes: int | None
@@ -258,6 +262,8 @@ class Looker:
             average_rate=counters.runs / max(now - since, _LEAST_SECONDS) if counters and since else None,
             captured=counters.captured if counters else None,
             uncaptured=dict(counters.uncaptured) if counters else None,
+            not_finite=counters.not_finite if counters else None,
+            overflowed=counters.overflowed if counters else None,
             variables=counters.variables if counters else None,
             parameter_nbytes=counters.parameter_nbytes if counters else None,
             slot_nbytes=counters.slot_nbytes if counters else None,

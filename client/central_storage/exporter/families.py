@@ -86,6 +86,10 @@ class Families:
         server = next((each.pid for each in reading.processes if each.role == "server"), 0)
         counts.add("mailbox_messages", (), server, reading.mailbox_messages)
         yield from counts.family("mailbox_messages", "Answers that the server has sent through shared memory.")
+        counts.add("not_finite_commits", (), server, reading.not_finite)
+        yield from counts.family("not_finite_commits", "Commits in which a sum of gradients was not finite.")
+        counts.add("overflowed_commits", (), server, reading.overflowed)
+        yield from counts.family("overflowed_commits", "Those of them in which each gradient was finite.")
         yield from _number("step", "The number of the script's last finished step.", reading.step)
 
     def _processes(self, reading: Reading) -> Iterator[Metric]:

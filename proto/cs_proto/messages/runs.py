@@ -143,7 +143,7 @@ class Ask(OfStep):
     preserved: bool = False
     changes: tuple[OptimizerChange, ...] = ()
     name: str = ""
-    offset: Annotated[int, Range(-(1 << 62), 1 << 62)] = 0
+    offset: Annotated[int, Range(-(1 << 62), (1 << 62) - 1)] = 0
 
 
 @record(61)
@@ -166,7 +166,7 @@ class Return(OfStep):
     client: str = ""
     changes: tuple[OptimizerChange, ...] = ()
     name: str = ""
-    offset: Annotated[int, Range(-(1 << 62), 1 << 62)] = 0
+    offset: Annotated[int, Range(-(1 << 62), (1 << 62) - 1)] = 0
 
     def check(self) -> None:
         super().check()

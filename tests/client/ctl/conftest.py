@@ -99,6 +99,8 @@ def reading(**changes: Any) -> Reading:
         "average_rate": 10.0,
         "captured": 40,
         "uncaptured": {"a failure or Ctrl-C": 2},
+        "not_finite": 3,
+        "overflowed": 1,
         "variables": 3,
         "parameter_nbytes": 400,
         "slot_nbytes": 800,

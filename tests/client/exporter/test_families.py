@@ -71,6 +71,8 @@ def test_a_reading_becomes_samples(service: Service) -> None:
         "central_storage_restarts_total,w0,worker": 0,
         "central_storage_max_restarts": 3,
         "central_storage_mailbox_messages_total": 7,
+        "central_storage_not_finite_commits_total": 3,
+        "central_storage_overflowed_commits_total": 1,
         "central_storage_waits,w1": 0,
     }.items():
         assert found[name] == value, name
@@ -79,7 +81,7 @@ def test_a_reading_becomes_samples(service: Service) -> None:
 def test_counters_go_on_when_processes_are_replaced(service: Service) -> None:
     service.samples()
     dead = (process("server", state="ended", cpu_seconds=None), process("w0", pid=7, cpu_seconds=0.25, restarts=1))
-    unknown = dict.fromkeys(("runs", "commits", "captured", "uncaptured", "mailbox_messages", "step"))
+    unknown = dict.fromkeys(("runs", "commits", "captured", "uncaptured", "mailbox_messages", "not_finite", "step"))
     found = service.after(processes=dead, **unknown)
     assert found["central_storage_steps_total"] == 42
     assert found["central_storage_uncaptured_steps_total,a failure or Ctrl-C"] == 2
@@ -92,6 +94,7 @@ def test_counters_go_on_when_processes_are_replaced(service: Service) -> None:
     found = service.after(processes=other, runs=41, mailbox_messages=3)
     assert found["central_storage_steps_total"] == 42
     assert found["central_storage_mailbox_messages_total"] == 10
+    assert found["central_storage_not_finite_commits_total"] == 6
     assert found["central_storage_process_cpu_seconds_total,server"] == 1.5
     assert found["central_storage_process_cpu_seconds_total,w0"] == 1.75
 

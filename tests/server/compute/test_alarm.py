@@ -34,7 +34,7 @@ class World:
         return self.memory.segments[f"g{replica}"]
 
     def apply(self, weights: tuple[float, ...] = (), **given: float) -> Apply:
-        return Apply((Update("sgd", (*SGD, *given.items()), 1, (self.part,)),), (), weights)
+        return Apply((Update("sgd_momentum", (*SGD, *given.items()), 1, (self.part,)),), (), weights)
 
     def commit(self, apply: Apply, *, by_program: bool = False) -> bool:
         """Whether the alarm is set afterwards; then it is reset."""

@@ -132,23 +132,23 @@ class InPython:
         )
 
         def piece(*given: Any) -> None:
-            arrays, start, stop, *_, number, _, progress, _ = given
+            arrays, start, stop, *_, number, _, progress, _, _ = given
             if progress.size:
                 self.at_hand[progress.ctypes.data] = progress, number, arrays, slice(start, stop)
             of_rule(*given)
 
-        def bind(numbers: Any, progress: Any, area: Any, scratch: Any, *given: Any) -> Callable[[], None]:
+        def bind(numbers: Any, progress: Any, area: Any, scratch: Any, alarm: Any, *given: Any) -> Callable[[], None]:
             last = len(given) - 1 - len(rule.slots)
-            written = given[last:]
+            written, own = given[last:], (progress, area, scratch, alarm)
 
             def run() -> None:
                 if is_sparse:
-                    where, memory, chunk = given[:4], given[4:7], len(scratch) // 2
+                    where, memory = given[:4], given[4:7]
                     loop = jit.rowwise(jit.squares(rule.row), piece) if rule.row is not None else jit.sparse(piece)
-                    loop(*where, memory, *given[7:last], written, tuple(numbers), chunk, progress, area, scratch)
+                    loop(*where, memory, *given[7:last], written, tuple(numbers), own)
                 else:
                     loop = jit.dense(piece, dtype)
-                    loop(*given[:last], written, tuple(numbers), len(scratch) // 2, progress, area, scratch)
+                    loop(*given[:last], written, tuple(numbers), own)
 
             return run
 
@@ -179,7 +179,7 @@ def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> A
     return total, last
 
 
-def sums(addresses: Any, like: Any, scale: Any, factor: Any, scratch: Any, start: int, stop: int) -> Any:
+def sums(addresses: Any, like: Any, scale: Any, factor: Any, scratch: Any, start: int, stop: int, alarm: Any) -> Any:
     gradients = [elements(address, like, like.size)[start:stop] for address in addresses]
     total = np.clip(summed(gradients, scale[:-1].tolist(), like.dtype), -scale[-1], scale[-1]) * factor
     return np.full(stop - start, -0.0, like.dtype), total

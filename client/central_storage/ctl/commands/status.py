@@ -52,6 +52,8 @@ def _print(reading: Reading) -> None:
         else f"{printing.clock(reading.since)}, {printing.age(reading.time - reading.since)} ago",
         "step": _steps(reading),
         "captured": _captured(reading),
+        "not finite": reading.not_finite
+        and f"the sum of gradients in {reading.not_finite} commits, by overflow in {reading.overflowed}",
         "devices": ", ".join(reading.devices)
         + (f"; variables on {reading.parameter_device}" if reading.parameter_device else ""),
         "transport": _transport(reading),
