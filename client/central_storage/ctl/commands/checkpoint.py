@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from central_storage.ctl import printing
 from central_storage.ctl.cli import FOUND, GOOD, NO_SERVICE
 from cs_proto.errors import CheckpointError
+from cs_proto.printable import printable
 
 if TYPE_CHECKING:
     from central_storage.checkpoint.listing import Contents
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         paths = files_of(options.path)
         found = [contents(path) for path in paths]
     except (CheckpointError, OSError) as error:
-        print(f"cs-ctl: error: {printing.printable(str(error))}", file=sys.stderr)
+        print(f"cs-ctl: error: {printable(str(error))}", file=sys.stderr)
         return NO_SERVICE
     if options.json:
         printing.json_line({"path": options.path, "checkpoints": [_json(each) for each in found]})
