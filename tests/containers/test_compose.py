@@ -66,6 +66,14 @@ with cs.connect() as service:
     names = [variable.spec.name for variable in service.variables()]
     print(service.replicas, service.transport, [service.get(name).shape for name in names])
 """
+# The names of the network devices, and whether what may hold files refuses programs, set-uid bits and devices.
+CONFINED = """
+import os
+print(sorted(os.listdir("/sys/class/net")))
+for place in ("/tmp", "/run/central-storage"):
+    flags = os.statvfs(place).f_flag
+    print(place, *(bool(flags & each) for each in (os.ST_NOEXEC, os.ST_NOSUID, os.ST_NODEV)))
+"""
 KILL = """
 import os, signal, sys
 for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -126,6 +134,9 @@ def test_the_files_are_valid(project: Make, command: tuple[str, ...], overlays: 
     assert checked.stdout.count("no-new-privileges:true") == (4 if overlays else 3)
     assert checked.stdout.count("read_only: true") >= (4 if overlays else 3)
     assert checked.stdout.count("restart: unless-stopped") == (3 if overlays else 2)
+    assert checked.stdout.count("network_mode: none") == (4 if overlays else 3)
+    assert checked.stdout.count("pids_limit: 1024") == (4 if overlays else 3)
+    assert checked.stdout.count("/tmp:noexec,nosuid,nodev") == (4 if overlays else 3)
 
 
 def test_the_same_weights_as_outside_and_what_an_observer_sees(service: Project, weights: Callable[[int], str]) -> None:
@@ -150,6 +161,26 @@ def test_a_script_that_cannot_share_memory_says_so_and_trains_the_same(
         "the service's memory cannot be mapped here (Operation not permitted)"
     )
     assert plan.startswith("[central-storage] planned memory: ")
+
+
+def test_containers_have_limits_no_network_and_nowhere_to_run_what_was_written(service: Project) -> None:
+    for container in service.containers():
+        limits = docker("inspect", "-f", "{{.HostConfig.Memory}} {{.HostConfig.PidsLimit}}", container)
+        assert limits == f"{4 << 30} 1024"
+        said = docker("exec", container, "python", "-c", CONFINED).splitlines()
+        assert said[0] == "['lo']"
+        assert said[1:] == ["/tmp True True True", "/run/central-storage True True True"]
+
+
+@pytest.mark.parametrize("directory", ["/tmp", "/run/central-storage"])
+def test_what_was_written_cannot_be_run(service: Project, directory: str) -> None:
+    written = f"cd {directory} && cp /bin/true here; ./here; echo $?; rm here"
+    assert docker("exec", service.server, "sh", "-c", written).splitlines()[-1] == "126"
+
+
+def test_a_network_may_be_chosen(project: Make) -> None:
+    made = project(CS_NETWORK="bridge").up()
+    assert docker("exec", made.server, "python", "-c", CONFINED).splitlines()[0] == "['eth0', 'lo']"
 
 
 def test_all_are_healthy_within_20_seconds(service: Project) -> None:
