@@ -45,7 +45,12 @@ class Supervisor:
             )
         self._address = address
         self._timeout = timeout
-        self._link = supervisor_link.connect(address, timeout)
+        try:
+            self._link = supervisor_link.connect(address, timeout)
+        except LaunchError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and not is_free(address):
+                raise NoAnswerError(f"the service in {address} has just begun to start; try again") from error
+            raise
         self._link.settimeout(timeout)
         try:
             #: The pid of the supervisor, as the kernel knows it; 0 if it is in a container that hides it.
@@ -56,8 +61,6 @@ class Supervisor:
             raise self._late() from error
         except OSError as error:
             self._link.close()
-            if isinstance(error, FileNotFoundError) and not is_free(address):
-                raise NoAnswerError(f"the service in {address} has just begun to start; try again") from error
             raise LaunchError(f"no service answers in {address}; it has ended") from error
 
     def report(self) -> ServiceReport:
