@@ -463,7 +463,8 @@ class _Piece:
         """The sum of the replicas' gradients, clipped. ``alarm`` is set where it is not finite before that."""
         total = UNBOUNDED.total(gradients, self.elements, weights)
         with np.errstate(all="ignore"):
-            if alarm is not None and not np.isfinite(total.sum()):
+            # Halves of which each is finite often have a sum that no half can hold.
+            if alarm is not None and not np.isfinite(total.sum(dtype=computed_in(total.dtype))):
                 alarm[0] = 1
         if self.step.clipping is not None:
             self.step.clipping.bound(total)

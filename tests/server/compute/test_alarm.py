@@ -120,6 +120,15 @@ def test_halves_that_overflow_before_they_are_bounded_set_it(threads: int, bound
     world.executor.close()
 
 
+@pytest.mark.parametrize("bounds", [{}, {"clipvalue": 0.5}, {"clipnorm": 1.0}])
+def test_many_finite_halves_do_not_set_it(threads: int, bounds: dict[str, float]) -> None:
+    world = World("float16", threads, True)
+    for replica in range(2):
+        world.gradient(replica)[:] = 1000
+    assert not world.commit(world.apply(**bounds))
+    world.executor.close()
+
+
 def test_the_next_server_finds_it_set() -> None:
     """Of a commit that this one has ended, or has left."""
     memory, undo = World("float32", 1, True), np.zeros(UNDO_NBYTES, np.uint8)
