@@ -322,7 +322,7 @@ class Channel:
     def _at_hand(self) -> Received | None:
         """The next record from whatever the last poll found ready."""
         while True:
-            if self._supervisor.has_waiting or (self._supervisor_speaks and not self._before_supervisor):
+            if (self._supervisor.has_waiting or self._supervisor_speaks) and not self._before_supervisor:
                 record = self._supervisor.receive_nowait()
                 if record is not None:
                     return Received(SUPERVISOR, record)
@@ -331,7 +331,7 @@ class Channel:
             if found is None and self._ready:
                 self._fetch(self._ready[0])
                 continue
-            if found is None and not self._supervisor_speaks:
+            if found is None and not (self._supervisor_speaks or self._supervisor.has_waiting):
                 return None
             self._before_supervisor = 0 if found is None else max(0, self._before_supervisor - 1)
             if found is not None and (received := self._received(*found)) is not None:
@@ -348,7 +348,10 @@ class Channel:
             return
         self._ready.rotate(-1)  # the other sockets come first next time
         if is_router:
+            is_first = not (self._supervisor.has_waiting or self._supervisor_speaks)
             known = self._supervisor.peer_named(frames.pop(0).bytes)
+            if is_first and self._supervisor.has_waiting:  # they came with this message, which was read by chance
+                self._before_supervisor = _BATCH if self._messages_first else 0
             if known is None:
                 self._note_stranger()
                 return

@@ -220,6 +220,9 @@ class SupervisorLink:
         """The next record, or None if none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self._waiting:
             return self._waiting.popleft()
+        for peer in self._gone[:-_GONE_CLIENTS]:  # not earlier: the owner asks who they were when it hears of their end
+            self._forget(peer)
+        del self._gone[:-_GONE_CLIENTS]
         while is_readable(self.fileno(), 0):
             read = self._read()
             if read is not None:
@@ -410,22 +413,20 @@ class SupervisorLink:
         return None if self._is_introduction(record) else (record, descriptors)
 
     def _is_introduction(self, record: Record) -> bool:
-        """Whether the record introduces a process, which is then noted. Forget the names of processes that a record
-        says have gone; the server remembers those of workers, to tell them that they were replaced."""
+        """Whether the record introduces a process, which is then noted. Note the clients and forget the workers that a
+        record says have gone; the server remembers those of workers, to tell them that they were replaced."""
         own = self._introduction
         if isinstance(record, Introduce):
             if not self.name:
                 self.name, self._introduction = record.name, record
             elif record.name != self.name:
                 peer = peer_of(record)
+                self._gone = [each for each in self._gone if each != peer]  # it has come back
                 self._forget(peer)
                 self.peers[peer], self._peers_by_name[record.name] = record, peer
             return True
         if isinstance(record, ClientGone):
             self._gone += [peer for peer, who in self.peers.items() if who.client == record.client]
-            for peer in self._gone[:-_GONE_CLIENTS]:
-                self._forget(peer)
-            del self._gone[:-_GONE_CLIENTS]
         elif isinstance(record, Died) and record.role == own.role == "worker":
             self._forget(_worker(record.rank, record.incarnation))
         return False

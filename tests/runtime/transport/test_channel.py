@@ -183,6 +183,27 @@ def test_what_came_at_the_same_time_comes_in_one_order(make: Make, messages_firs
     assert [world.hear()[:2], world.hear()[:2]] == expected
 
 
+@pytest.mark.parametrize("messages_first", [True, False])
+def test_a_stranger_does_not_change_the_order(
+    make: Make, monkeypatch: pytest.MonkeyPatch, messages_first: bool
+) -> None:
+    world = make(messages_first=messages_first)
+    world.let_in(b"c1")
+    came = [[b"a stranger", *parts(9)], [b"c1", *parts(1)]]
+
+    def receive(*_: object, **__: object) -> list[zmq.Frame]:
+        if not came:
+            raise zmq.Again
+        return [zmq.Frame(part) for part in came.pop(0)]
+
+    monkeypatch.setattr(channel, "receive", receive)
+    world.tell(DIED)  # it is read when the channel looks for who the stranger may be
+    world.channel._ready.append(world.channel._router)  # type: ignore[arg-type]
+    heard = [world.channel._at_hand(), world.channel._at_hand()]
+    first, second = (b"c1", record(1)), (SUPERVISOR, DIED)
+    assert [each and each[:2] for each in heard] == ([first, second] if messages_first else [second, first])
+
+
 def test_messages_without_a_pause_do_not_silence_the_supervisor(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "_BATCH", 3)
     world = make(messages_first=True, look_every=0.0)  # it looks before every message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,8 @@ from tests.harness.timing import unit
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import encode
 from cs_proto.errors import InvalidArgumentError, ShutdownError
-from cs_proto.messages import Died, Introduce, Role, Segment, Serving
+from cs_proto.messages import ClientGone, Died, Introduce, Role, Segment, Serving
+from cs_proto.records import Record
 from cs_proto.records import replace as changed
 from cs_runtime.run_file import RunFile
 from cs_runtime.shared_memory.mapping import Mapping
@@ -187,3 +188,46 @@ def test_workers_hear_no_more_of_one_that_has_died_and_the_server_tells_it_so(ro
             assert link.peer_named(b"my own name") is None
         finally:
             link.close()
+
+
+@pytest.fixture
+def supervised() -> Iterator[tuple[SupervisorLink, Callable[..., None]]]:
+    """A server's connection, and what the supervisor says over it."""
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = SupervisorLink(ours, "server")
+
+    def tell(*said: Record) -> None:
+        for record in said:
+            supervisor.sendall(b"".join(encode(record)))
+
+    tell(changed(introduction(b"c0"), name=b"here"))
+    link.await_name()
+    yield link, tell
+    link.close()
+    supervisor.close()
+
+
+def test_who_has_gone_is_known_until_the_owner_hears_of_it(
+    supervised: tuple[SupervisorLink, Callable[..., None]],
+) -> None:
+    link, tell = supervised
+    clients = [str(number) for number in range(20)]
+    for client in clients:
+        tell(introduction(f"o{client}".encode()), ClientGone(client))
+    tell(introduction(b"c77"))
+    assert link.peer_named(b"c77") == b"c77"  # reads all that came before
+    for client in clients:
+        assert link.receive_nowait() == ClientGone(client)
+        assert link.is_observer(client)
+    assert link.receive_nowait() is None
+    assert [client for client in clients if link.is_observer(client)] == clients[-8:]
+
+
+def test_a_client_that_comes_back_stays(supervised: tuple[SupervisorLink, Callable[..., None]]) -> None:
+    link, tell = supervised
+    tell(introduction(b"oback"), ClientGone("back"), introduction(b"oback"))
+    for number in range(20):
+        tell(introduction(f"o{number}".encode()), ClientGone(str(number)))
+    while link.receive_nowait() is not None:
+        pass
+    assert link.peer_named(b"oback") == b"oback"

@@ -217,6 +217,7 @@ def test_a_client_that_has_gone_is_known_by_name_for_a_while(world: World) -> No
                 theirs.send(packet(ClientGone(str(number))))
                 assert link.receive_nowait() == ClientGone(str(number))
                 assert link.peer_named(name) == b"o%d" % number
+            assert link.receive_nowait() is None  # the owner has heard of all of them
             assert len(link.peers) == 8
             assert link.peer_named(b"n0") is None
         finally:
