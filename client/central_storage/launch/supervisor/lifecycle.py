@@ -275,11 +275,11 @@ class Service:
         self._end_children(grace)
 
     def say(self, text: str) -> None:
-        """Print a line of the supervisor itself, whatever peers have called themselves and their deaths."""
-        text = printable(text)
-        self._reporter.note(text)
-        self._reporter.add("supervisor", "stderr", [text])
-        self._screen.write("stderr", "supervisor", [text])
+        """Print one or more lines of the supervisor itself, whatever peers have called themselves and their deaths."""
+        lines = printable(text, lines=True).split("\n")
+        self._reporter.note(printable(text))
+        self._reporter.add("supervisor", "stderr", lines)
+        self._screen.write("stderr", "supervisor", lines)
 
     def close(self) -> None:
         """Clean up after the last process: end leftovers, send the last records, close everything. Idempotent."""

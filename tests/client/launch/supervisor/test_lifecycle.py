@@ -84,6 +84,12 @@ def test_clients_are_told_once_everybody_is_ready_and_later_ones_at_once(world: 
     assert world.service.first_failure is None
 
 
+def test_every_line_that_the_supervisor_says_has_its_name_and_steers_nothing(world: World) -> None:
+    world.start()
+    world.service.say("the run\nobservers on \x1b[2Jtcp")
+    assert world.sink.text.endswith("[supervisor] the run\n[supervisor] observers on \\x1b[2Jtcp\n")
+
+
 def test_nobody_is_told_before_the_last_is_ready(world: World, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "door")
     world.start(w0=f"print('at the door'); open({str(tmp_path / 'door')!r}).read()")
