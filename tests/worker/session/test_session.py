@@ -18,14 +18,25 @@ from tests.harness.timing import unit
 from cs_proto.codec import WORK_LIMITS, decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.messages import Died, Forget, Mailbox, MailboxAccepted, OpenMailbox, Refused, SegmentRefused
-from cs_proto.peers import SUPERVISOR
+from cs_proto.messages import (
+    Died,
+    Forget,
+    Mailbox,
+    MailboxAccepted,
+    Offer,
+    OpenMailbox,
+    Refused,
+    SegmentRefused,
+    Worker,
+)
+from cs_proto.peers import SUPERVISOR, worker_endpoint
 from cs_proto.records import Record
 from cs_runtime.transport.mailboxes import Mailboxes
 from cs_runtime.transport.rings import NBYTES
 from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_worker.baton import ProcessBaton
 from cs_worker.config import Config
+from cs_worker.session.core import COLLEAGUE
 from cs_worker.session.session import Link
 
 
@@ -104,6 +115,20 @@ def test_one_part_that_is_too_large_ends_the_connection_before_it_is_taken(
     assert ours.receive(0) is None
     peer.send_multipart(GOOD)  # it connects again
     assert ours.receive(unit(20)) == (b"c1", Forget((1,)))
+
+
+def test_an_offer_of_another_worker_is_heard_as_any_message(link: tuple[Link, zmq.Socket[bytes]]) -> None:
+    """The session refuses it; a mailbox of a worker is none of its own."""
+    ours, _ = link
+    offer = Offer(1)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as colleague:
+        colleague.setsockopt(zmq.LINGER, 0)
+        colleague.bind(worker_endpoint(ours._config.run_directory, 1, 1))
+        ours.send_worker(Worker(1, 1, 1, "cpu:0"), Forget((1,)))
+        assert colleague.poll(int(unit(20) * 1000))
+        name, *_ = colleague.recv_multipart()
+        colleague.send_multipart([name, *encode(offer)])
+        assert ours.receive(unit(20)) == (COLLEAGUE, offer)
 
 
 def test_what_the_supervisor_says_while_a_segment_is_awaited_is_heard() -> None:

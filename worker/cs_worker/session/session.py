@@ -121,7 +121,8 @@ class Link:
     def _is_of_mailbox(self, received: Received) -> bool:
         """Whether it is about the mailbox of the controller, and so done with. Another server gets another mailbox."""
         peer, record, _ = received
-        if isinstance(record, messages.Offer) and self.peers[peer].role == "controller":
+        who = self.peers.get(peer)  # nobody introduces the server, or a worker to which this one connects
+        if isinstance(record, messages.Offer) and who is not None and who.role == "controller":
             for other in self._channel.mailboxes.peers():
                 if other not in (SERVER, peer):  # there is one controller at a time
                     self._channel.mailboxes.forget(other)
