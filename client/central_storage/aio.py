@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -74,7 +75,19 @@ class Connecting(Closed):
         self._observer: Observer | None = None
 
     def __await__(self) -> Generator[Any, None, Observer]:
-        return Observer.open(Session(self._address, self._timeout, keys=self._keys)).__await__()
+        return self._open().__await__()
+
+    async def _open(self) -> Observer:
+        # In a thread, because a session waits for the supervisor, and other tasks go on meanwhile.
+        making = asyncio.get_running_loop().run_in_executor(
+            None, partial(Session, self._address, self._timeout, keys=self._keys)
+        )
+        try:
+            session = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close)
+            raise
+        return await Observer.open(session)
 
     async def __aenter__(self) -> Observer:
         self._observer = await self
@@ -85,6 +98,12 @@ class Connecting(Closed):
     ) -> None:
         if self._observer is not None:
             await self._observer.close()
+
+
+def _close(making: asyncio.Future[Session]) -> None:
+    """Close a session that nobody awaits any more."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()
 
 
 class Observer(Closed):

@@ -16,6 +16,7 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 from central_storage import errors
+from central_storage.ctl.asking import Supervisor
 
 pytestmark = pytest.mark.asyncio
 
@@ -181,3 +182,25 @@ async def test_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         await cs.aio.connect(str(tmp_path))
     with pytest.raises(errors.ConfigurationError, match="timeout"):
         await cs.aio.connect(str(tmp_path), timeout=0)
+
+
+async def test_a_supervisor_that_is_stopped_stops_no_other_task() -> None:
+    with cs.CentralStorageStrategy() as strategy:
+        with Supervisor(strategy.address, unit(20)) as supervisor:
+            pid = supervisor.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            given_up, connecting = (
+                asyncio.ensure_future(cs.aio.connect(strategy.address, timeout=unit(10))) for _ in range(2)
+            )
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not connecting.done()
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        observer = await connecting
+        assert observer.replicas == 1
+        await observer.close()
