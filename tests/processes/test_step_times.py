@@ -127,7 +127,8 @@ def test_a_window_keeps_the_last_places_and_no_spans(two: cs.CentralStorageStrat
         trained(two, step, ahead=False)
         again = steps(window.read())
         assert again[0].run > first[-1].run
-        assert short.read() == {process: [] for process in seen}
+        asked = time.monotonic_ns()  # the server may note its last places when the script goes on
+        assert all(each.when >= asked for moments in short.read().values() for each in moments)
 
 
 def test_a_timeline_shows_all_processes_spans_and_flows(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:

@@ -351,7 +351,8 @@ def _ended(open_spans: dict[int, list[Moment]], last: int) -> list[Span]:
 
 @frozen
 class Step:
-    """One run, from the end of the run before it to its own, in nanoseconds.
+    """One run, from the end of the run before it to its own, in nanoseconds. A run has ended when the server has
+    answered, or when a replica has begun the next one: the server may note its answer later than that.
 
     ``functions`` and ``waits`` have an item for each replica: the time in its function, and from its return to that of
     the last replica. ``data`` is what the script took before it sent the run, as far as the replicas waited for it;
@@ -391,7 +392,10 @@ def steps(recorded: Mapping[str, Sequence[Moment]]) -> list[Step]:
         answers = [each.end for each in server[run] if each.moment == "sent" and each.end >= last_return]
         if not answers:
             continue
-        ends[run] = answers[0]
+        next_calls = [
+            each.end for worker in workers for each in by_run[worker].get(run + 1, []) if each.moment == "called"
+        ]
+        ends[run] = min(answers[0], max(last_return, min(next_calls, default=answers[0])))
         if run - 1 in ends:
             found.append(_step(run, ends[run - 1], ends[run], replicas, server[run], script.get(run, [])))
     return found
@@ -408,7 +412,8 @@ def _step(
         sum(each.end - each.begin for each in mine if each.part.startswith("function")) for mine in replicas
     )
     returns = [max(each.end for each in mine if each.moment == "sent") for mine in replicas]
-    commit = sum(each.end - each.begin for each in server if each.part == "commit")
+    # The server notes late, too, that it has committed.
+    commit = sum(max(0, min(each.end, end) - each.begin) for each in server if each.part == "commit")
     sent = max((each.end for each in script if each.moment == "sent"), default=begin)
     between = sum(each.end - each.begin for each in script if each.moment == "begun")
     data = min(between, max(0, sent - begin))

@@ -97,6 +97,18 @@ def test_a_step_lasts_from_the_end_of_the_one_before_to_its_own() -> None:
     assert step == Step(2, 100, (28, 58), (30, 0), commit=5, data=20, script_waits=78, messages=17)
 
 
+def test_a_step_has_ended_when_a_replica_has_begun_the_next_one() -> None:
+    """The server marks the end of a step, and may be stopped before it notes that it has committed and answered."""
+    late = moments((95, "committed", 1), (96, "sent", 1))
+    server = [*TRAINING["server"][:3], *late, *TRAINING["server"][5:]]
+    [step] = steps({**TRAINING, "server": server})
+    assert step == Step(2, 66, (28, 58), (30, 0), commit=5, data=0, script_waits=78, messages=3)
+    begun = moments((168, "decoded", 3), (170, "called", 3))
+    late = moments((185, "committed", 2), (186, "sent", 2))
+    [step] = steps({**TRAINING, "server": [*TRAINING["server"][:-2], *late], "w0": [*TRAINING["w0"], *begun]})
+    assert step == Step(2, 114, (28, 58), (30, 0), commit=20, data=20, script_waits=78, messages=16)
+
+
 def test_data_that_nobody_waits_for_takes_no_time() -> None:
     ahead = moments((20, "begun", 1), (21, "sent", 1), (22, "over"), (40, "begun", 2), (41, "sent", 2))
     [step] = steps({**TRAINING, "controller": ahead})
