@@ -557,10 +557,12 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses,
         config.name_after,
     )
 
-    def reserve(start: int, stop: int) -> None:
-        control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
-
-    log = ControlLog(control.elements("uint8")[names.CONTROL_HEADER_NBYTES :], reserve=reserve)
+    head = names.CONTROL_HEADER_NBYTES
+    log = ControlLog(
+        control.elements("uint8")[head:],
+        reserve=lambda start, stop: control.reserve(head + start, head + stop),
+        discard=lambda start, stop: control.discard(head + start, head + stop),
+    )
     return Engine(settings, log, account)
 
 

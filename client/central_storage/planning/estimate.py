@@ -93,6 +93,7 @@ def _estimate(found: Mapping[str, Any], rule: str | None) -> Estimate:
         found["devices"],
         found["parameter_device"],
         arenas=found["arenas"],
+        lanes=len(os.sched_getaffinity(0)),
     )
     return Estimate(plan, plan.parameters + found["largest_value"], found["available"], len(optimizers))
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.memory_plan import KEPT_NBYTES
 from cs_runtime.failpoints import failpoint
 from cs_server.rules import Array
 
@@ -28,8 +29,7 @@ from .programs import Instruction, Op
 
 __all__ = ["KEPT_NBYTES", "LANES", "NUMBERS", "UNDO_NBYTES", "Lane", "Place", "Stores", "Undo", "used_nbytes"]
 
-#: Bytes that a lane can keep of one array of a piece; a piece has at most four arrays (a variable, three slots).
-KEPT_NBYTES = 256 * 1024
+# A piece has at most four arrays: a variable, three slots.
 _ARRAYS = 4
 
 #: The most threads that take part in one commit.

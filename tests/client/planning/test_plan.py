@@ -6,6 +6,7 @@ import pytest
 
 from central_storage.planning.announcement import line
 from central_storage.planning.plan import KINDS, Optimizer, Plan, planned
+from cs_proto.memory_plan import KEPT_NBYTES, PAGE_NBYTES, undo_nbytes
 from cs_proto.messages import VariableSpec
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -25,7 +26,7 @@ def test_every_byte_belongs_to_one_process() -> None:
     for kind in KINDS:
         assert sum(kinds[kind] for kinds in made.by_process.values()) == made.by_kind[kind]
     assert made.nbytes == sum(made.by_kind.values())
-    assert made.by_process["w1"]["gradients"] == (4 << 20) + 64
+    assert made.by_process["w1"]["gradients"] == (4 << 20) + PAGE_NBYTES
     assert made.by_process["script"] == {**dict.fromkeys(KINDS, 0), "arenas": 4096}
 
 
@@ -61,10 +62,33 @@ def test_the_slots_of_the_optimizers_that_may_update(
 
 def test_what_is_not_trained_or_sparse_has_no_gradients() -> None:
     made = plan(Optimizer("adam"), v1=spec(trainable=False), v2=spec(dtype="int64"), v3=spec(sparse=True), v4=spec(16))
-    assert made.gradients == 64
-    assert made.slots == (8 << 20) + 128
-    assert made.parameters == (4 << 20) + (8 << 20) + (4 << 20) + 64
+    assert made.gradients == PAGE_NBYTES
+    assert made.slots == (8 << 20) + 2 * PAGE_NBYTES
+    assert made.parameters == (4 << 20) + (8 << 20) + (4 << 20) + PAGE_NBYTES
     assert made.sparse == 12 << 20
+
+
+def test_segments_take_whole_pages_and_small_variables_share_them() -> None:
+    """The slots of an optimizer lie at the offsets of its variables: it takes the pages in which it has any."""
+    page = PAGE_NBYTES
+    specs = {number: spec(page // 16) for number in range(8)}  # four on a page
+    made = planned(specs, [Optimizer("adam", frozenset({0, 1, 7})), Optimizer("sgd_momentum")], DEVICES, "cpu:0")
+    assert made.parameters == made.gradients == 2 * page
+    assert made.slots == 2 * 2 * page + 2 * page
+    assert planned({1: spec(3), 2: spec(3, "int32"), 3: spec(3, sparse=True)}, [], DEVICES, "cpu:0").parameters == (
+        3 * page
+    )
+
+
+def test_what_the_server_keeps_of_old_values() -> None:
+    dense, by_norm, lanes, whole = (
+        planned({1: spec()}, [Optimizer(rule)], DEVICES, "cpu:0", lanes=lanes).other
+        for rule, lanes in [("adam", 1), ("lamb", 1), ("lamb", 2), ("lamb", 999)]
+    )
+    piece = 3 * KEPT_NBYTES + PAGE_NBYTES
+    assert by_norm - dense == piece - undo_nbytes(1, 0, 0)
+    assert lanes - by_norm == piece
+    assert whole - by_norm == 15 * piece + (999 - 16) * undo_nbytes(1, 0, 0)  # 4 MB have 16 pieces
 
 
 def test_on_a_gpu_there_is_a_copy_there_and_room_for_a_journal() -> None:
@@ -73,7 +97,7 @@ def test_on_a_gpu_there_is_a_copy_there_and_room_for_a_journal() -> None:
     assert (host.on_gpu, there.on_gpu) == (0, 12 << 20)
     with_replica = planned({1: spec()}, [Optimizer("adam")], ["gpu:0", "gpu:1"], "gpu:0")
     assert with_replica.on_gpu == 16 << 20  # and the gradients of the replica there
-    assert there.other - host.other == 12 << 20
+    assert there.other - host.other == (12 << 20) - undo_nbytes(1, 0, 0)  # and no memory for old values
 
 
 def test_the_line_says_whether_it_fits() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs_proto.errors import CentralStorageError, MemoryPlanError
+from cs_proto.memory_plan import LOG_GROWTH, LOG_NBYTES
 
 __all__ = ["Control", "ControlDamaged", "ControlFull", "ControlLog", "ControlMemory"]
 
@@ -79,15 +80,20 @@ class ControlLog:
     """
 
     def __init__(
-        self, buffer: NDArray[np.uint8], turnover: int = 4 << 20, reserve: Callable[[int, int], None] | None = None
+        self,
+        buffer: NDArray[np.uint8],
+        turnover: int = LOG_NBYTES,
+        reserve: Callable[[int, int], None] | None = None,
+        discard: Callable[[int, int], None] | None = None,
     ) -> None:
         """Open the store in ``buffer`` (1-D uint8, begins at a multiple of 8), or make one where it is all zeros.
 
         ``reserve(start, stop)`` is called before these bytes are written, and raises MemoryPlanError where the
-        memory behind them has no room for them; the first 64 are never asked for.
+        memory behind them has no room for them; the first 64 are never asked for. ``discard(start, stop)`` gives the
+        memory behind bytes back that count no more.
 
-        A half is rewritten when it exceeds ``turnover`` bytes and four times what is live: that bounds how much of a
-        large buffer is ever touched. Raises :class:`ControlDamaged` where the buffer holds something else.
+        A half is rewritten when it exceeds ``turnover`` bytes and four times what is live: that bounds how much memory
+        a large buffer takes. Raises :class:`ControlDamaged` where the buffer holds something else.
         """
         if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
             raise ControlDamaged("a control log needs a writable, contiguous 1-D buffer of uint8")
@@ -95,6 +101,7 @@ class ControlLog:
             raise ControlDamaged(f"a buffer of {buffer.nbytes} bytes at {buffer.ctypes.data:#x} cannot hold a store")
         self._turnover = turnover
         self._reserve = reserve
+        self._discard = discard
         self._memory = buffer.data.cast("B")
         self._words = buffer[:_HEADER_NBYTES].view(np.uint64)
         self._half_nbytes = (buffer.nbytes - _HEADER_NBYTES) // 2 // 8 * 8
@@ -141,7 +148,7 @@ class ControlLog:
                 live += nbytes
                 at += nbytes
         appended = _round_up(_HEAD.size + at - first)
-        if self._tail + appended <= min(self._half_nbytes, max(self._turnover, 4 * live)):
+        if self._tail + appended <= min(self._half_nbytes, max(self._turnover, LOG_GROWTH * live)):
             start = first - _HEAD.size
             self._make_room(start, appended)
             body = b"".join(parts)
@@ -191,6 +198,9 @@ class ControlLog:
         tail = _round_up(_HEAD.size + live)
         self._publish(_TAIL + other, tail)
         self._publish(_ACTIVE, other)
+        if self._discard is not None:
+            start = self._base(self._active)
+            self._discard(start, start + self._tail)
         self._active, self._tail, self._index = other, tail, index
 
     def _replay(self) -> None:

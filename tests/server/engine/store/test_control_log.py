@@ -193,3 +193,19 @@ def test_room_is_asked_for_before_anything_is_written() -> None:
     written = np.flatnonzero(buffer)
     allowed = np.concatenate([np.arange(64), *(np.arange(*room) for room in asked[:-1])])
     assert set(written.tolist()) <= set(allowed.tolist())
+
+
+def test_the_memory_of_the_half_that_counts_no_more_is_given_back() -> None:
+    buffer = np.zeros(64 + 2 * 2048, np.uint8)
+    given: list[tuple[int, int]] = []
+
+    def discard(start: int, stop: int) -> None:
+        given.append((start, stop))
+        buffer[start:stop] = 0
+
+    log = ControlLog(buffer, turnover=512, discard=discard)
+    for count in range(40):
+        log.write({b"key": bytes([count]) * 100})
+        assert dict(ControlLog(buffer, turnover=512).items()) == {b"key": bytes([count]) * 100}
+        assert np.count_nonzero(buffer[64:]) <= 512
+    assert [start for start, _ in given[:3]] == [64, 64 + 2048, 64]
