@@ -150,6 +150,24 @@ def test_status_tells_of_processes_and_memory(plain: Training) -> None:
         assert part in said
 
 
+@pytest.mark.parametrize("command", ["ls", "status"])
+def test_a_look_imports_little(plain: Training, command: str) -> None:
+    """Most of the processor time of a command is that of its imports, so those that take the longest are left out."""
+    program = (
+        "import sys\n"
+        "from central_storage.ctl.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print('imported', *sys.modules)\n"
+        "sys.exit(code)\n"
+    )
+    named = [plain.address] if command == "status" else []
+    said = run(sys.executable, "-c", program, command, *named).ok().lines
+    assert any("train" in line for line in said[:-1])
+    imported = set(said[-1].split())
+    assert "zmq" in imported  # it has asked the server
+    assert not imported & {"numpy", "optree", "rich", "asyncio", "multiprocessing", "prometheus_client", "tqdm"}
+
+
 def test_a_wait_is_named_with_those_who_wait(plain: Training) -> None:
     plain.flag.touch()
     status = plain.until(lambda status: status["state"] == "waiting")

@@ -148,12 +148,12 @@ def test_where_no_address_range_is_left_for_what_is_read_after_an_update_it_is_c
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def step() -> list[float]:
-        from cs_runtime.transport import supervisor_link
+        from cs_runtime.shared_memory import mapping
 
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        supervisor_link.Mapping = refuse  # type: ignore[assignment, misc]
+        mapping.Mapping = refuse  # type: ignore[assignment, misc]
         values = []
         for _ in range(3):
             values.append(np.asarray(w))

@@ -14,7 +14,7 @@ from tests.harness.replicas import context
 from tests.harness.services import connected
 
 import central_storage as cs
-from cs_runtime.transport import supervisor_link
+from cs_runtime.shared_memory import mapping
 
 F32 = np.float32
 DEVICES = ["cpu:0", "cpu:1"]
@@ -27,7 +27,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrateg
     in_process = request.param in ("threads", "carried")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "carried":
-            patch.setattr(supervisor_link, "Mapping", not_mapped)
+            patch.setattr(mapping, "Mapping", not_mapped)
         with cs.CentralStorageStrategy(DEVICES, in_process=in_process) as strategy:
             yield connected(strategy, nested=in_process)
 

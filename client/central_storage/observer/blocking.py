@@ -14,14 +14,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-import numpy as np
 import zmq
 
 from central_storage.core.public_objects import Closed
 from cs_proto import messages
-from cs_proto.arrays import frame_view
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import (
     ConfigurationError,
@@ -42,7 +40,13 @@ from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.waits import pace_of
 
 from .places import place_of
-from .seqlock_reader import SeqlockReader, open_sight
+
+if TYPE_CHECKING:  # they take longer to import than all the rest, and who asks for counters only needs no values
+    import numpy as np
+
+    from cs_proto.descriptors import Array
+
+    from .seqlock_reader import SeqlockReader
 
 __all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect"]
 
@@ -173,7 +177,7 @@ class Session:
         """The value of one variable."""
         number = self._next()
         request = messages.Get(number, (), (name,), True)
-        return Question(request, number, messages.Got, lambda got: np.array(frame_view(got.arrays[0])))
+        return Question(request, number, messages.Got, lambda got: _copied(got.arrays[0]))
 
     def get_all(self, names: Sequence[str]) -> Question[list[np.ndarray]]:
         """The values of several variables; at least one."""
@@ -181,15 +185,16 @@ class Session:
             raise InvalidArgumentError(f"get_all needs the names of the variables, in a list; not {names!r}")
         number = self._next()
         request = messages.Get(number, (), tuple(names), True)
-        return Question(
-            request, number, messages.Got, lambda got: [np.array(frame_view(array)) for array in got.arrays]
-        )
+        return Question(request, number, messages.Got, lambda got: [_copied(array) for array in got.arrays])
 
     def unknown(self, names: Sequence[str]) -> Question[None] | None:
         """The question to ask before these variables can be :meth:`seen`; None if there is none."""
         if not self._has_looked:
             self._has_looked = True
-            self._sight = None if self._lifeline is None else open_sight(self._lifeline)
+            if self._lifeline is not None:
+                from .seqlock_reader import open_sight
+
+                self._sight = open_sight(self._lifeline)
             if self._sight is not None:
                 self.transport = f"shared memory, else {CARRIED}"
         sight = self._sight
@@ -344,6 +349,15 @@ def _introduced(address: str, timeout: float, before: SupervisorLink | None = No
         link.close()
         raise
     return link
+
+
+def _copied(array: Array) -> np.ndarray:
+    """A copy of the array in a frame."""
+    import numpy as np
+
+    from cs_proto.arrays import frame_view
+
+    return np.array(frame_view(array))
 
 
 def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any], lifeline: SupervisorLink | None) -> None:

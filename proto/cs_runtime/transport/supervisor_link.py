@@ -18,11 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cs_proto import segment_names, step_times
-from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
+from cs_proto.descriptors import Array, Location
 from cs_proto.errors import (
     InvalidArgumentError,
     LaunchError,
@@ -51,12 +51,14 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
-from cs_runtime.shared_memory.mapping import Mapping
-from cs_runtime.shared_memory.remote_segment import Carry, RemoteSegment
 from cs_runtime.trace import Trace, is_on
 from cs_runtime.waits import pace_of
 
 from .readiness import is_readable
+
+if TYPE_CHECKING:  # they import NumPy, which takes longer than all that is asked of a supervisor without segments
+    from cs_runtime.shared_memory.mapping import Mapping
+    from cs_runtime.shared_memory.remote_segment import Carry, RemoteSegment
 
 __all__ = ["CARRIED", "NAME_VARIABLE", "SupervisorLink", "checked", "connect", "peer_of"]
 
@@ -313,6 +315,8 @@ class SupervisorLink:
             return
         try:
             ring = self.segment(segment_names.times(process))
+            from cs_runtime.shared_memory.mapping import Mapping
+
             if isinstance(ring, Mapping) and ring.writable:
                 ring.reserve(0, step_times.NBYTES)
                 trace.attach(ring.memory)
@@ -378,6 +382,9 @@ class SupervisorLink:
                 self.send(request)
 
     def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | RemoteSegment:
+        from cs_runtime.shared_memory.mapping import Mapping
+        from cs_runtime.shared_memory.remote_segment import RemoteSegment
+
         if not descriptors:
             self.carried_because = self.carried_because or "the service shares no memory with this process"
         elif self.carried_because:

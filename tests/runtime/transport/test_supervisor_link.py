@@ -21,6 +21,7 @@ from cs_proto.messages import ClientGone, Died, Introduce, Role, Segment, Servin
 from cs_proto.records import Record
 from cs_proto.records import replace as changed
 from cs_runtime.run_file import RunFile
+from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.shared_memory.remote_segment import RemoteSegment
 from cs_runtime.transport import supervisor_link
@@ -118,7 +119,7 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
             os.close(descriptor)
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(supervisor_link, "Mapping", refuses)
+        monkeypatch.setattr(mapping, "Mapping", refuses)
         assert isinstance(ours.segment_of(second), RemoteSegment)
         assert ours.carried_because == "the service's memory cannot be mapped here (Cannot allocate memory)"
         assert view.tolist() == [1, 2]
