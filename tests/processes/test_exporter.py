@@ -229,6 +229,28 @@ def test_nothing_listens_unless_it_is_asked_for(script: Path, tmp_path: Path) ->
     services.clean()
 
 
+def test_a_script_may_be_called_anything(tmp_path: Path) -> None:
+    """A name that is not UTF-8, with quotes, line feeds and what begins a sample. Variables make no series."""
+    script = Path(os.fsdecode(os.fsencode(tmp_path) + b'/a"\xff\\n\n\x1b[2Jcentral_storage_steps_total 99"}.py'))
+    script.write_text(
+        "import central_storage as cs\n"
+        "strategy = cs.CentralStorageStrategy(['cpu:0'])\n"
+        "with strategy.scope():\n"
+        "    made = [cs.Variable(0.0, name=f'w\"}} {number}') for number in range(200)]\n"
+        "while True:\n"
+        "    strategy.run(lambda: 1.0)\n"
+    )
+    with start("cs-launch", "--metrics-port", "0", "--devices", "cpu:0", script) as child:
+        scraper = Scraper(child)
+        samples = scraper.until(lambda samples: samples.get("central_storage_variables") == 200)
+        assert samples["central_storage_state,running"] + samples["central_storage_state,starting"] == 1
+        assert len(samples) < 150
+        [info] = [key for key in samples if key.startswith("central_storage_service_info")]
+        assert info.isascii()
+        assert info.isprintable()
+    services.clean()
+
+
 def test_a_service_without_a_script_has_metrics_and_a_token_of_the_user(tmp_path: Path) -> None:
     directory = Path(os.environ["TMPDIR"]) / "served"  # short enough for sockets
     token = tmp_path / "token"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from central_storage.ctl.reading import Process, Reading, State, awaited
+from cs_proto.printable import printable
 from cs_proto.version import __version__
 
 __all__ = ["Families", "Metrics"]
@@ -23,6 +24,12 @@ __all__ = ["Families", "Metrics"]
 _FRESH_SECONDS = 0.2
 # Seconds between two looks at the memory of the service, which take as long as dozens of other looks.
 _MEMORY_SECONDS = 15.0
+
+# Of a name that is a label, Prometheus gets so many characters. Of the reasons that a service counts, it gets so many,
+# and their sum beyond: each label is a series that it keeps for ever.
+_LABEL_CHARACTERS = 200
+_MOST_REASONS = 50
+_OTHER_REASONS = "other reasons"
 
 Labels = tuple[str, ...]
 #: Looks at the service; the argument says whether also at the memory of its processes.
@@ -80,7 +87,7 @@ class Families:
         ):
             counts.show(name, (), value)
             yield from counts.family(name, text)
-        for reason, value in (reading.uncaptured or {}).items():
+        for reason, value in _bounded(reading.uncaptured or {}).items():
             counts.show("uncaptured_steps", (reason,), value)
         yield from counts.family("uncaptured_steps", "Steps that did not take the short way, by reason.", ("reason",))
         server = next((each.pid for each in reading.processes if each.role == "server"), 0)
@@ -163,6 +170,22 @@ class _Counts:
             yield family
 
 
+def _bounded(counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts by label, in their order; those beyond the last place are added up."""
+    found: dict[str, int] = {}
+    for name, count in counts.items():
+        label = _label(name)
+        if label not in found and len(found) >= _MOST_REASONS:
+            label = _OTHER_REASONS
+        found[label] = found.get(label, 0) + count
+    return found
+
+
+def _label(name: str) -> str:
+    """A name that others have chosen, as a label: UTF-8, and not too long. A file may be called otherwise."""
+    return printable(name)[:_LABEL_CHARACTERS]
+
+
 def _of_service(reading: Reading) -> Iterator[Metric]:
     yield from _gauge(
         "build_info",
@@ -171,10 +194,10 @@ def _of_service(reading: Reading) -> Iterator[Metric]:
         ("version", "python"),
     )
     described = (
-        reading.name,
-        reading.kind or "",
-        reading.transport or "",
-        reading.parameter_device or "",
+        _label(reading.name),
+        _label(reading.kind or ""),
+        _label(reading.transport or ""),
+        _label(reading.parameter_device or ""),
     )
     yield from _gauge(
         "service_info",

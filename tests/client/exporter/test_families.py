@@ -78,6 +78,43 @@ def test_a_reading_becomes_samples(service: Service) -> None:
         assert found[name] == value, name
 
 
+HOSTILE = [
+    'quo"te',
+    "two\nlines",
+    "back\\slash\\n",
+    'end"} 1\ncentral_storage_steps_total 99\n#',
+    "not UTF-8: \udcff",
+    "\x1b[2J\x00\x85\u2028\u202e",
+    "long " * 100_000,
+    "",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_any_name_is_a_label_and_no_sample(service: Service, name: str) -> None:
+    """The name of a service is that of a file, and may hold anything but a slash."""
+    plain = service.samples()
+    names = {"name": name, "transport": name, "parameter_device": name, "kind": name, "uncaptured": {name: 2, "b": 3}}
+    hostile = service.after(waiting=(name, f"waits for {name}"), **names)
+    assert len(hostile) == len(plain) + 2  # its two reasons
+    assert hostile["central_storage_steps_total"] == plain["central_storage_steps_total"] == 42
+    assert sorted(value for key, value in hostile.items() if key.startswith("central_storage_uncaptured")) == [2, 2, 3]
+    assert len(service.metrics.text()) < 20_000
+
+
+def test_many_variables_and_reasons_make_no_more_series(service: Service) -> None:
+    service.after(uncaptured={})
+    few = len(service.after(variables=1, uncaptured={"a": 1}))
+    reasons = {f"reason {number}": 1 for number in range(10_000)}
+    many = service.after(variables=10_000, uncaptured=reasons)
+    assert many["central_storage_variables"] == 10_000
+    assert many["central_storage_uncaptured_steps_total,other reasons"] == 10_000 - 50
+    assert len(many) == few + 51
+    more = service.after(uncaptured={**reasons, "reason 3": 5, "reason 9999": 4})
+    assert more["central_storage_uncaptured_steps_total,reason 3"] == 5
+    assert more["central_storage_uncaptured_steps_total,other reasons"] == 10_000 - 50 + 3
+
+
 def test_counters_go_on_when_processes_are_replaced(service: Service) -> None:
     service.samples()
     dead = (process("server", state="ended", cpu_seconds=None), process("w0", pid=7, cpu_seconds=0.25, restarts=1))
