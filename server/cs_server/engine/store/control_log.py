@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Protocol
 
@@ -200,7 +201,8 @@ class ControlLog:
         self._publish(_ACTIVE, other)
         if self._discard is not None:
             start = self._base(self._active)
-            self._discard(start, start + self._tail)
+            with suppress(OSError):  # a file system without holes keeps the memory
+                self._discard(start, start + self._tail)
         self._active, self._tail, self._index = other, tail, index
 
     def _replay(self) -> None:

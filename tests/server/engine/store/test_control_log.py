@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -209,3 +210,18 @@ def test_the_memory_of_the_half_that_counts_no_more_is_given_back() -> None:
         assert dict(ControlLog(buffer, turnover=512).items()) == {b"key": bytes([count]) * 100}
         assert np.count_nonzero(buffer[64:]) <= 512
     assert [start for start, _ in given[:3]] == [64, 64 + 2048, 64]
+
+
+def test_a_file_system_that_takes_no_memory_back_changes_nothing() -> None:
+    buffer = np.zeros(64 + 2 * 2048, np.uint8)
+    asked: list[tuple[int, int]] = []
+
+    def discard(start: int, stop: int) -> None:
+        asked.append((start, stop))
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    log = ControlLog(buffer, turnover=512, discard=discard)
+    for count in range(40):
+        log.write({b"key": bytes([count]) * 100})
+        assert dict(ControlLog(buffer, turnover=512).items()) == {b"key": bytes([count]) * 100}
+    assert asked
