@@ -45,6 +45,7 @@ FAILPOINTS = (
     "worker.return",  # the function has returned; nothing has been sent
     "worker.returned",  # the return has been sent
     # a script that saves a checkpoint
+    "save.copied",  # its values have been copied; the thread has written nothing
     "save.draft",  # the draft is open, and empty
     "save.write",  # before a part of an array, or the header, is written
     "save.sync",  # the content is complete; nothing is synced
@@ -52,6 +53,7 @@ FAILPOINTS = (
     "save.take",  # before a draft takes a new name
     "save.taken",  # the file has its name; the directory is not synced
     "save.saved",  # the checkpoint is on the disk; the draft's name is still there
+    "save.checked",  # a manager has read the checkpoint back; older ones are not deleted
     "save.delete",  # before a manager deletes an older checkpoint
 )
 

@@ -253,9 +253,10 @@ class Apply:
 
 @frozen
 class Write:
-    """One write to one variable. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
+    """One write. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
     source it is None. A scatter writes its one source to the rows ``indices``. ``variables`` is the one variable that
-    changes, or nothing where the target is a slot."""
+    changes, or nothing where the target is a slot. The target of an ``assign`` may also be several variables that lie
+    side by side, or their slots."""
 
     target: Array
     op: WriteOp

@@ -33,6 +33,7 @@ from cs_proto.messages import (
     ApplyPoint,
     Appoint,
     Ask,
+    AssignAll,
     AssignSlot,
     ClientGone,
     Counters,
@@ -597,4 +598,4 @@ def _may_plan_memory(record: Record) -> bool:
     if isinstance(record, Ask):
         point = record.point
         return isinstance(point, CreatePoint) or (isinstance(point, ApplyPoint) and point.needs_answer)
-    return isinstance(record, Create | DescribeSlots | AssignSlot)
+    return isinstance(record, Create | DescribeSlots | AssignSlot | AssignAll)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.harness.processes import ROOT
-from tests.processes.test_gpu_variables import train
+from tests.processes.test_gpu_variables import check_checkpoints, train
 from tests.server.gpu.test_store import Both, apply, table, variables
 
 import central_storage as cs
@@ -137,6 +138,11 @@ def test_training_gives_what_it_gives_on_a_cpu(bound: dict[str, float]) -> None:
         found = train(on_gpu, **bound)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5 if bound else 0)
+
+
+def test_checkpoints_have_the_same_bits(tmp_path: Path) -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0") as on_gpu:
+        check_checkpoints(on_gpu, tmp_path)
 
 
 _SERVER = """

@@ -20,12 +20,16 @@ from cs_runtime.failpoints import failpoint
 
 __all__ = [
     "PART",
+    "SMALL",
     "SUFFIX",
+    "changed_at",
     "close",
     "create",
     "create_empty",
+    "forget_cached",
     "free_nbytes",
     "is_removed",
+    "is_small",
     "link",
     "lock",
     "make_directory",
@@ -50,6 +54,8 @@ SUFFIX = ".safetensors"
 
 #: Bytes that are written or read at a time.
 PART = 16 << 20
+#: Arrays up to this size are written together, and read together where they follow each other.
+SMALL = 1 << 20
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -120,6 +126,12 @@ def read_at(file: int, into: memoryview, offset: int) -> int:
     return os.preadv(file, [into], offset)
 
 
+def forget_cached(file: int) -> None:
+    """Have the next reads of a synced file come from the disk, if the system can do so."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def sync(file: int) -> None:
     """Wait until the content of a file is on the disk."""
     os.fsync(file)
@@ -150,6 +162,14 @@ def names(directory: str) -> list[str]:
         return os.listdir(directory)
     except FileNotFoundError:
         return []
+
+
+def changed_at(path: str) -> float:
+    """The time of the last change of a file, in seconds; of one that is gone 0."""
+    try:
+        return os.stat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def link(path: str, name: str) -> bool:
@@ -214,6 +234,11 @@ def free_nbytes(directory: str) -> int | None:
 def room(free: int | None) -> str:
     """The number of :func:`free_nbytes` in words."""
     return "the free space is unknown" if free is None else f"{free}{in_units(free)} are free"
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether arrays of this size are written and read together."""
+    return nbytes <= min(SMALL, PART)
 
 
 def newest_in(directory: str) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "reading",
     "reading_plain",
     "sealed",
+    "text_of",
 ]
 
 # Goes up when a file changes in a way that an older reader cannot read. Format 1 has neither checksums nor a name.
@@ -119,10 +120,16 @@ def place_in_header(dtype: np.dtype[Any], shape: Sequence[int], begin: int, end:
     return {"dtype": _PAIRS.get(name) or _DTYPES[name], "shape": stored, "data_offsets": [begin, end]}
 
 
-def header_of_format_2(index: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The header of a file, with room for its checksum, which :func:`sealed` sets."""
+def text_of(places: Mapping[str, Mapping[str, Any]]) -> str:
+    """The places of arrays, as they stand in a header."""
+    return json.dumps(places)[1:-1]
+
+
+def header_of_format_2(index: Mapping[str, Any], places: str) -> bytes:
+    """The header of a file with these ``places``, with room for its checksum, which :func:`sealed` sets."""
     metadata = {_CHECKSUM: NO_CHECKSUM, _INDEX: json.dumps({"format": FORMAT, **index})}
-    return json.dumps({METADATA: metadata, **places}).encode()
+    begun = json.dumps({METADATA: metadata})[:-1]
+    return f"{begun}{', ' * bool(places)}{places}}}".encode()
 
 
 def sealed(header: bytes) -> bytes:
@@ -188,6 +195,9 @@ class Stored:
         self._advance = advance
         #: The checksums of the pieces of each array that has several, once it has been checked.
         self._of_pieces: dict[str, list[str]] = {}
+        # What has been read ahead, from where on, and where the last read ended.
+        self._ahead, self._ahead_at, self._read_to = np.empty(0, np.uint8), 0, -1
+        self._end = max((place.offset + place.nbytes for place in places.values()), default=0)
         self.index = index
         self.keys: frozenset[str] = frozenset(places)
 
@@ -220,9 +230,15 @@ class Stored:
         """Check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
         for key in self._places:
             self.check(key)
+        self._ahead = np.empty(0, np.uint8)  # the file is read again
 
     def check(self, key: str) -> None:
         """Read and check the array ``key``, with memory for a piece of it. Raises as :meth:`verify`."""
+        if disk.is_small((place := self._places[key]).nbytes):
+            of_all = checksum(self._small(place))
+            self._require(key, of_all)
+            self._of_pieces[key] = [of_all]
+            return
         found, pieces = 0, []
         for _, data in self._pieces(key):
             found = zlib.crc32(data.data, found)
@@ -233,11 +249,26 @@ class Stored:
     def array(self, key: str) -> np.ndarray:
         """The array ``key``. The returned bytes themselves have been checked. Raises as :meth:`verify`."""
         place = self._places[key]
-        data = np.empty(place.nbytes, np.uint8)
-        _read_at(self._path, self._file, data.data, place.offset)
-        self._advance(place.nbytes)
+        if disk.is_small(place.nbytes):
+            data = self._small(place)
+        else:
+            data = np.empty(place.nbytes, np.uint8)
+            _read_at(self._path, self._file, data.data, place.offset)
+            self._advance(place.nbytes)
         self._require(key, checksum(data))
-        return self._native(place, data, place.shape)
+        found = self._native(place, data, place.shape)
+        return found if found.flags.aligned else found.copy()
+
+    def _small(self, place: _Place) -> np.ndarray:
+        """The bytes of a small array. Where such arrays are read one after the other, many are read at once."""
+        start = place.offset - self._ahead_at
+        if start < 0 or start + place.nbytes > len(self._ahead):
+            count = min(disk.SMALL, self._end - place.offset) if place.offset == self._read_to else place.nbytes
+            self._ahead, self._ahead_at, start = np.empty(max(count, place.nbytes), np.uint8), place.offset, 0
+            _read_at(self._path, self._file, self._ahead.data, place.offset)
+        self._read_to = place.offset + place.nbytes
+        self._advance(place.nbytes)
+        return self._ahead[start : start + place.nbytes]
 
     def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
         """The array ``key`` in pieces of whole rows: the number of the first row, and the rows, which are valid until
@@ -274,17 +305,17 @@ class Stored:
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[Stored]:
+def reading(path: str, doing: str = "restoring", *, from_disk: bool = False) -> Iterator[Stored]:
     """Open a checkpoint and check its header and index. The same open file is read until the end, whatever ``path``
-    names meanwhile.
+    names meanwhile. A bar says what the caller is ``doing``. ``from_disk``: not what the system still has in memory.
 
     Raises CheckpointError if there is none or this version does not read its format, CheckpointDamagedError if it is
     damaged or renamed, OSError if the file system refuses.
     """
-    with _opened(path) as (file, size, header):
+    with _opened(path, from_disk) as (file, size, header):
         index, places = _parsed(path, header, 8 + len(header), size)
         twice = 2 * sum(place.nbytes for place in places.values())  # to check all, and to set all
-        with automatic(f"restoring {os.path.basename(path)}", twice, "B") as advance:
+        with automatic(f"{doing} {os.path.basename(path)}", twice, "B") as advance:
             yield Stored(path, file, index, places, advance)
 
 
@@ -298,10 +329,12 @@ def reading_plain(path: str) -> Iterator[Stored]:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[tuple[int, int, bytes]]:
+def _opened(path: str, from_disk: bool = False) -> Iterator[tuple[int, int, bytes]]:
     """An open regular file, its size, and its header."""
     file = _open(path)
     try:
+        if from_disk:
+            disk.forget_cached(file)
         size = disk.size_of(file)
         if size is None:
             raise _damaged(path, "it is not a regular file")
@@ -386,15 +419,17 @@ def _places(
     path: str, entries: Mapping[str, Any], complex_: Mapping[str, str], begin: int, end: int
 ) -> dict[str, _Place]:
     """The places of the arrays, which fill the file from ``begin`` to ``end``."""
-    places = {key: _place(path, key, entry, complex_.get(key)) for key, entry in entries.items()}
-    at = 0
+    places = {key: _place(path, key, entry, complex_.get(key), begin) for key, entry in entries.items()}
+    at = begin
     for key, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if place.offset != at:
-            raise _damaged(path, f"{key} begins at byte {place.offset} of the arrays, but must begin at {at}")
+            raise _damaged(
+                path, f"{key} begins at byte {place.offset - begin} of the arrays, but must begin at {at - begin}"
+            )
         at += place.nbytes
-    if at != end - begin:
-        raise _damaged(path, f"its arrays take {at} bytes, but the file has {end - begin} for them")
-    return {key: _Place(place.dtype, place.shape, begin + place.offset, place.nbytes) for key, place in places.items()}
+    if at != end:
+        raise _damaged(path, f"its arrays take {at - begin} bytes, but the file has {end - begin} for them")
+    return places
 
 
 def _object(path: str, what: str, text: bytes | str) -> dict[str, Any]:
@@ -419,8 +454,8 @@ def _check_index(path: str, index: Mapping[str, Any]) -> None:
         raise _damaged(path, f"its index has no field {lacking[0]!r}")
 
 
-def _place(path: str, key: str, entry: Any, complex_: str | None) -> _Place:
-    """The place of an array according to ``entry`` of the header, counted from the beginning of the arrays."""
+def _place(path: str, key: str, entry: Any, complex_: str | None, begin: int) -> _Place:
+    """The place of an array according to ``entry`` of the header, which counts from ``begin``."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (entry.get(name) for name in ("dtype", "shape", "data_offsets"))
     if not (
@@ -441,7 +476,7 @@ def _place(path: str, key: str, entry: Any, complex_: str | None) -> _Place:
         if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
             raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
         name, shape = complex_, shape[:-1]
-    return _Place(name, tuple(shape), offsets[0], nbytes)
+    return _Place(name, tuple(shape), begin + offsets[0], nbytes)
 
 
 def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:

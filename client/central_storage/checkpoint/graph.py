@@ -8,32 +8,25 @@ value is saved, so a file depends on neither replicas nor devices. ``train`` and
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
 import logging
-import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as replaced
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-
-from central_storage.core import opening
+from central_storage.core import between_steps, opening
 from central_storage.core.backends import Strategy
 from central_storage.core.composites import Composite
 from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Handle, handle_id
 from central_storage.core.public_objects import Closed
-from central_storage.core.values import IndexedSlices
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
-from central_storage.data.libraries import packed_state, unpacked_state
-from central_storage.data.places import Place
 from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage
@@ -45,17 +38,30 @@ from cs_proto.errors import (
     ContextError,
     InvalidArgumentError,
 )
-from cs_proto.frozen import frozen
 
-from . import disk
+from .entries import (
+    Entry,
+    Setting,
+    of_average,
+    of_data,
+    of_optimizer,
+    of_slot,
+    of_steps,
+    of_strategy,
+    of_sum,
+    of_variable,
+    read_together,
+)
 from .file_format import SUFFIX, Stored, reading
 from .renaming import with_names
 from .status import Status, difference
-from .writing import add, replace
+from .writing import Readable, add, replace
 
 __all__ = [
     "SUFFIX",
     "Walked",
+    "check",
+    "copies",
     "find_file",
     "find_unnumbered",
     "has_parts",
@@ -64,6 +70,7 @@ __all__ = [
     "restore",
     "save",
     "save_next",
+    "strategies_of",
 ]
 
 _log = logging.getLogger("central_storage.saving")
@@ -78,24 +85,6 @@ _STEPS = "steps"
 
 class Walked(Closed):
     """Base of this project's objects whose attributes are saved: a Checkpoint in a Checkpoint."""
-
-
-@frozen
-class _Entry:
-    """An array of an object: its dtype and shape, and how it is read and set."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    read: Callable[[], Any]
-    write: Callable[[np.ndarray], object]
-    #: Why a value of the right shape and dtype cannot be set, or None.
-    fault: Callable[[np.ndarray], str | None] | None = None
-    #: Whether it may have another length in the checkpoint, or be missing there.
-    varies: bool = False
-    #: As :attr:`writing.Readable.read_rows`.
-    read_rows: Callable[[int, int], Any] | None = None
-    #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
-    write_rows: Callable[[int, np.ndarray], object] | None = None
 
 
 @dataclass
@@ -124,30 +113,41 @@ class _Found:
         }
         return others | {ways[0]: variable for variable, ways in self.variables.items()}
 
+    def _slots_of(self, optimizer: Optimizer) -> list[tuple[Variable, str]]:
+        """As ``Optimizer.slots``, which asks the server for all variables."""
+        if optimizer.strategy is None:
+            return optimizer.slots()
+        known = {variable.number: variable for variable in self.variables if variable.strategy is optimizer.strategy}
+        numbers = optimizer.strategy.controller.slotted(handle_id(optimizer)[1])
+        if not known.keys() >= set(numbers):
+            return optimizer.slots()
+        return [(known[number], slot) for number in numbers for slot in optimizer.slot_names]
+
     def strategies(self) -> list[Strategy]:
         owners: list[Any] = [*self.variables, *self.optimizers, *self.averages, *self.accumulators]
         return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
 
-    def entries(self) -> dict[str, _Entry]:
+    def entries(self) -> dict[str, Entry]:
         """Every entry, by its path."""
-        found = {ways[0]: _of_variable(variable) for variable, ways in self.variables.items()}
+        found = {ways[0]: of_variable(variable) for variable, ways in self.variables.items()}
         for optimizer, way in self.optimizers.items():
-            found |= _of_optimizer(optimizer, way)
-            for variable, slot in optimizer.slots():
-                found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
-            for variable in optimizer.counted():
-                found[f"{way}/{_STEPS}/{self.label(variable)}"] = _of_steps(optimizer, variable)
+            found |= of_optimizer(optimizer, way)
+            for variable, slot in self._slots_of(optimizer):
+                found[f"{way}/{slot}/{self.label(variable)}"] = of_slot(optimizer, variable, slot)
+            counted = optimizer.counted()
+            for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
+                found[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
-                found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
+                found[f"{way}/{self.label(variable)}"] = of_variable(shadow)
         for accumulator, way in self.accumulators.items():
-            found |= {f"{way}/{name}": _of_variable(variable) for name, variable in accumulator.sums()}
+            found |= {f"{way}/{name}": of_variable(variable) for name, variable in accumulator.sums()}
         # Iterators come first: if the iterator of a data set is given, too, the data set has the position of the
         # iterator.
         for data, way in (*self.iterators.items(), *self.data.items()):
-            found |= _of_data(data, way)
+            found |= of_data(data, way)
         for number, strategy in enumerate(self.strategies()):
-            found |= _of_strategy(strategy, f"{_STRATEGY}{number or ''}")
+            found |= of_strategy(strategy, f"{_STRATEGY}{number or ''}")
         return found
 
     def prefixes(self) -> list[str]:
@@ -155,26 +155,28 @@ class _Found:
         slots = [f"{way}/{slot}/" for each, way in self.optimizers.items() for slot in (*each.slot_names, _STEPS)]
         return ["", *slots, *(f"{way}/" for way in self.averages.values())]
 
-    def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
+    def to_be_made(self, keys: Iterable[str]) -> dict[str, Entry]:
         """The entries among ``keys`` that do not exist yet and are made by setting them: slots, averages and sums of
         gradients."""
+        if not (keys := list(keys)):
+            return {}
         labels = self.labels()
         found = {}
         for key in keys:
             for optimizer, way in self.optimizers.items():
                 for slot in optimizer.slot_names:
                     if (variable := _behind(f"{way}/{slot}/", key, labels)) is not None:
-                        found[key] = _of_slot(optimizer, variable, slot)
+                        found[key] = of_slot(optimizer, variable, slot)
                 variable = _behind(f"{way}/{_STEPS}/", key, labels)
                 if variable is not None and optimizer.counts_by_variable:
-                    found[key] = _of_steps(optimizer, variable)
+                    found[key] = of_steps(optimizer, variable, 0)
             for average, way in self.averages.items():
                 if (variable := _behind(f"{way}/", key, labels)) is not None:
-                    found[key] = _of_average(average, variable)
+                    found[key] = of_average(average, variable)
             for accumulator, way in self.accumulators.items():
                 name = key.removeprefix(f"{way}/")
                 if name != key and accumulator.is_name(name):
-                    found[key] = _of_sum(accumulator, name)
+                    found[key] = of_sum(accumulator, name)
         return found
 
 
@@ -182,7 +184,7 @@ def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None
     """Write all values of ``objects``, and the fields ``more`` of the index, to ``path``, atomically. An existing file
     is replaced.
 
-    Raises ContextError in a replica, OSError and CheckpointError as :func:`writing.replace`.
+    Raises ContextError in a replica, CheckpointSaveError and CheckpointError as :func:`writing.replace`.
     """
     with _all_of(objects, more) as (entries, index):
         replace(path, entries, index)
@@ -201,14 +203,38 @@ def save_next(
 
 
 @contextlib.contextmanager
-def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tuple[dict[str, _Entry], dict[str, Any]]]:
-    """All entries to save, as of one moment, and the index."""
+def _all_of(
+    objects: Mapping[str, Any], more: Mapping[str, Any], *, copied: bool = False
+) -> Iterator[tuple[dict[str, Entry], dict[str, Any]]]:
+    """All entries to save, as of one moment, and the index. If not ``copied``, the values must be read in the block."""
     _refuse_in_replica("saved")
     opening.before_save()
     found = _find(objects)
-    with _held(found.strategies()):
+    with _held(found.strategies()), _uncollected():
         other_ways = {way: ways[0] for ways in found.variables.values() for way in ways[1:]}
-        yield found.entries(), {"also": other_ways, **more}
+        yield read_together(found.entries(), copied=copied), {"also": other_ways, **more}
+
+
+def copies(objects: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[Mapping[str, Readable], dict[str, Any]]:
+    """Copies of all values of ``objects``, as of one moment, and the index: what :func:`replace` and :func:`add` of
+    ``writing`` write. Raises ContextError in a replica."""
+    with _all_of(objects, more, copied=True) as found:
+        return found
+
+
+def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
+    """The strategies that ``objects`` belong to."""
+    return _find(objects).strategies()
+
+
+def check(path: str) -> None:
+    """Read a file back from the disk.
+
+    Raises CheckpointDamagedError if it does not hold what was written, CheckpointError if it is gone, OSError if the
+    file system refuses.
+    """
+    with reading(path, "checking", from_disk=True) as stored:
+        stored.verify()
 
 
 def restore(
@@ -227,7 +253,7 @@ def restore(
     found = _find(objects)
     for strategy in found.strategies():
         require_cross_replica(strategy, "restoring a checkpoint")
-    with reading(path) as opened, _held(found.strategies()):
+    with reading(path) as opened, _held(found.strategies()), _uncollected():
         stored = opened if not renamed else with_names(path, opened, renamed, found.prefixes())
         also = stored.index["also"]
         ways = {ways[0]: ways for ways in found.variables.values()}
@@ -250,34 +276,34 @@ def restore(
         # First the entries that take memory, because there may be too little.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        faults = (stored.fault(key, entry.dtype, entry.shape) for key, entry in planned if not entry.varies)
-        wrong = [fault for fault in faults if fault]
+        wrong = [
+            fault
+            for key, entry in planned
+            if not entry.varies and (fault := stored.fault(key, entry.dtype, entry.shape))
+        ]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
             raise CheckpointMismatchError(f"{path}: {difference(missing, unused)}. Nothing was restored")
         stored.verify()
         for key, entry in planned:
-            if entry.fault is not None and (why := entry.fault(stored.array(key))):
+            if why := entry.misfit or (entry.fault and entry.fault(stored.array(key))):
                 raise CheckpointError(f"{path} does not fit: {key}: {why}. Nothing was restored")
-        for count, (key, entry) in enumerate(planned):
-            try:
-                _set(entry, stored, key)
-            except CheckpointDamagedError as error:
-                raise CheckpointDamagedError(
-                    f"{path} changed while it was being read, after {count} of {len(planned)} arrays were set; restore "
-                    "another checkpoint to set all of them"
-                ) from error
-    matched = sum(not key.startswith(_STRATEGY) for key, _ in planned)
-    return Status(path, missing, unused, matched), stored.index
+        _set(path, stored, planned)
+    return Status(path, missing, unused, sum(not key.startswith(_STRATEGY) for key, _ in planned)), stored.index
 
 
-def _set(entry: _Entry, stored: Stored, key: str) -> None:
-    if entry.write_rows is None:
-        entry.write(stored.array(key))
-        return
-    for first, rows in stored.rows(key):
-        entry.write_rows(first, rows)
+def _set(path: str, stored: Stored, planned: Sequence[tuple[str, Entry]]) -> None:
+    setting = Setting()
+    for key, entry in planned:
+        try:
+            setting.set(entry, stored, key)
+        except CheckpointDamagedError as error:
+            raise CheckpointDamagedError(
+                f"{path} changed while it was being read, after {setting.count} of {len(planned)} arrays were set; "
+                "restore another checkpoint to set all of them"
+            ) from error
+    setting.flush()
 
 
 # --- the content of objects ---------------------------------------------------------------------------------------
@@ -360,163 +386,6 @@ def _is_walked(value: Any) -> bool:
     return isinstance(value, Composite | Walked) or is_users(type(value).__module__)
 
 
-def _of_variable(variable: Variable) -> _Entry:
-    entry = _Entry(variable.dtype, variable.shape, variable.current, variable.assign)
-    if not variable.shape or math.prod(variable.shape) * variable.dtype.itemsize <= disk.PART:
-        return entry
-
-    def read_rows(begin: int, end: int) -> np.ndarray:
-        return variable.sparse_read(np.arange(begin, end))
-
-    def write_rows(first: int, rows: np.ndarray) -> None:
-        variable.scatter_update(IndexedSlices(rows, np.arange(first, first + len(rows))))
-
-    return replaced(entry, read_rows=read_rows, write_rows=write_rows)
-
-
-def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
-    def read() -> np.ndarray:
-        return optimizer.slot_value(variable, slot)
-
-    def write(value: np.ndarray) -> None:
-        optimizer.set_slot(variable, slot, value)
-
-    shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
-    return _Entry(variable.dtype, shape, read, write, lambda value: _fault_of_owners(optimizer, variable))
-
-
-def _of_steps(optimizer: Optimizer, variable: Variable) -> _Entry:
-    """How often the optimizer has updated the variable."""
-
-    def write(value: np.ndarray) -> None:
-        optimizer.set_steps({variable: int(value)})
-
-    def fault(value: np.ndarray) -> str | None:
-        return f"{value} updates" if value < 0 else _fault_of_owners(optimizer, variable)
-
-    return _Entry(np.dtype(np.int64), (), lambda: np.int64(optimizer.steps_of([variable])[0]), write, fault)
-
-
-def _fault_of_owners(optimizer: Optimizer, variable: Variable) -> str | None:
-    owners = optimizer.strategy, variable.strategy
-    if None in owners or owners[0] is owners[1]:
-        return None
-    return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
-
-
-def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:
-    def write(value: np.ndarray) -> None:
-        average.start(variable, value)
-
-    return _Entry(variable.dtype, variable.shape, lambda: None, write)
-
-
-def _of_sum(accumulator: GradientAccumulator, name: str) -> _Entry:
-    def write(value: np.ndarray) -> None:
-        accumulator.start(name, value)
-
-    def fault(value: np.ndarray) -> str | None:
-        rows = 1 if accumulator.strategy is None else accumulator.strategy.num_replicas_in_sync
-        if len(value) == rows:
-            return None
-        return f"sums of {len(value)} replicas do not fit {rows}; apply the gradients and reset before you save"
-
-    return _Entry(np.dtype(np.float32), (), lambda: None, write, fault, varies=True)
-
-
-def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:
-    def write_iterations(value: np.ndarray) -> None:
-        optimizer.iterations = int(value)
-
-    def write_rate(value: np.ndarray) -> None:
-        optimizer.learning_rate = float(value)
-
-    found = {f"{way}/iterations": _Entry(np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations)}
-    if not callable(optimizer.learning_rate):  # the script has the schedule
-        found[f"{way}/learning_rate"] = _Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
-    return found
-
-
-def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, _Entry]:
-    """The number of the iteration, the number of elements used in it, and for each shuffle its seed, the iterations
-    begun, and whether a cache remembers its order. Setting the last of these entries sets the data set."""
-    parts: dict[str, np.ndarray] = {}
-
-    def place() -> Place:
-        orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
-        states = unpacked_state(parts["source"].tobytes()) if "source" in parts else None
-        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders), states)
-
-    def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> _Entry:
-        def fault(value: np.ndarray) -> str | None:
-            parts[name] = value
-            if name != "shuffles":
-                return None
-            is_whole = {"epoch", "position"} <= parts.keys()
-            return data.fault(place()) if is_whole else "its epoch or its position is missing"
-
-        def write(value: np.ndarray) -> None:
-            if name == "shuffles":
-                data.go_to(place())
-
-        return _Entry(np.dtype(np.int64), shape, read, write, fault)
-
-    def state_fault(value: np.ndarray) -> str | None:
-        parts["source"] = value
-        try:
-            unpacked_state(value.tobytes())
-        except Exception as error:  # noqa: BLE001  (whatever a wrong file makes the reader raise)
-            return f"it is no position of a source: {error}"
-        return None
-
-    count = len(data.orders())
-    sources = {}
-    if data.has_states:
-        state = np.frombuffer(packed_state(data.place().states), np.uint8)
-        sources[f"{way}/source"] = _Entry(state.dtype, state.shape, lambda: state, lambda _: None, state_fault, True)
-    return sources | {
-        f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
-        f"{way}/position": entry("position", (), lambda: data.place().position),
-        f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
-    }
-
-
-def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
-    """The entries that determine the random numbers of the strategy's next run."""
-    controller = strategy.controller
-
-    def compare_seeds(value: np.ndarray) -> None:
-        if int(value) != controller.seed:
-            _log.warning(
-                "the checkpoint was saved with the seed %d, but this strategy has %d; its random numbers will differ "
-                "from those of the saved training",
-                value,
-                controller.seed,
-            )
-
-    steps = np.frombuffer(json.dumps(controller.steps(), sort_keys=True).encode(), np.uint8)
-    return {
-        f"{way}/seed": _Entry(np.dtype(np.int64), (), lambda: controller.seed, compare_seeds),
-        f"{way}/steps": _Entry(
-            steps.dtype,
-            steps.shape,
-            lambda: steps,
-            lambda value: controller.set_steps(json.loads(value.tobytes())),
-            _fault_of_steps,
-            varies=True,
-        ),
-    }
-
-
-def _fault_of_steps(value: np.ndarray) -> str | None:
-    """Why the text ``value``, uint8, is not a table of the runs of functions."""
-    with contextlib.suppress(ValueError, RecursionError):
-        steps = json.loads(value.tobytes())
-        if isinstance(steps, dict) and all(type(step) is int and 0 <= step < 1 << 62 for step in steps.values()):
-            return None
-    return "it is not the text of a JSON object of numbers of runs by function"
-
-
 # --- names, texts and conditions ----------------------------------------------------------------------------------
 
 
@@ -541,9 +410,22 @@ def find_unnumbered(path: str | os.PathLike[str]) -> str:
 def _held(strategies: Iterable[Strategy]) -> Iterator[None]:
     """Keep other threads from running and writing, so that the saved values are of one moment."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(between_steps.within)
         for strategy in strategies:
             stack.enter_context(strategy.controller.exclusively())
         yield
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles, which would look at the objects for thousands of arrays again and again."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _refuse_in_replica(what: str) -> None:

@@ -24,9 +24,9 @@ from cs_proto.sizes import in_units
 from cs_runtime.failpoints import failpoint
 
 from . import disk
-from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, header_of_format_2, place_in_header, sealed
+from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, header_of_format_2, place_in_header, sealed, text_of
 
-__all__ = ["Readable", "add", "explained", "open_draft", "replace"]
+__all__ = ["Readable", "add", "explained", "next_of", "open_draft", "replace"]
 
 _log = logging.getLogger("central_storage.checkpoint_files")
 
@@ -79,9 +79,7 @@ def add(
 
     Returns the path and its number.
     """
-    directory = os.path.dirname(path_of(0)) or "."
-    with explained(directory, directory, sum(map(_nbytes, arrays.values()))):
-        number = next_number()
+    number = next_of(path_of, next_number, arrays)
     with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
         while True:
             path = path_of(number)
@@ -94,6 +92,16 @@ def add(
                     failpoint("save.saved")
                     return path, number
                 number = next_number()
+
+
+def next_of(path_of: Callable[[int], str], next_number: Callable[[], int], arrays: Mapping[str, Readable]) -> int:
+    """The next number of a checkpoint, as for :func:`add`.
+
+    Raises CheckpointSaveError if the directory cannot be read.
+    """
+    directory = os.path.dirname(path_of(0)) or "."
+    with explained(directory, directory, sum(map(_nbytes, arrays.values()))):
+        return next_number()
 
 
 class _Draft:
@@ -111,11 +119,12 @@ class _Draft:
         # Wide dtypes first, so that each array is aligned.
         self._arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
         self._checksums = dict.fromkeys(self._arrays, NO_CHECKSUM)
-        self._places: dict[str, dict[str, Any]] = {}
+        places: dict[str, dict[str, Any]] = {}
         end = 0
         for key, array in self._arrays.items():
             begin, end = end, end + _nbytes(array)
-            self._places[key] = place_in_header(array.dtype, array.shape, begin, end)
+            places[key] = place_in_header(array.dtype, array.shape, begin, end)
+        self._places = text_of(places)
         # The checksums are known only after the arrays are written, so the header is written last, and has room to
         # grow.
         self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
@@ -132,15 +141,26 @@ class _Draft:
 
     def write_arrays(self, advance: Callable[[int], None]) -> None:
         """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
-        offset = 8 + self._header_nbytes
+        offset, small = 8 + self._header_nbytes, bytearray()
         for key, source in self._arrays.items():
             found = 0
             for values in _in_pieces(source):
                 data = np.ascontiguousarray(values, source.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
                 found = zlib.crc32(data.data, found)
-                with self.explained():
-                    offset = disk.write_at(self._file, data.data, offset, advance)
+                is_small = disk.is_small(data.nbytes)
+                if small and not (is_small and disk.is_small(len(small))):
+                    offset, small = self._write(small, offset, advance), bytearray()
+                if is_small:
+                    small += data.data
+                else:
+                    offset = self._write(data.data, offset, advance)
             self._checksums[key] = f"{found:08x}"
+        if small:
+            self._write(small, offset, advance)
+
+    def _write(self, data: bytearray | memoryview, offset: int, advance: Callable[[int], None]) -> int:
+        with self.explained():
+            return disk.write_at(self._file, memoryview(data), offset, advance)
 
     def seal(self, path: str, index: Mapping[str, Any]) -> None:
         """Write the header for a file with the final name ``path``, and wait until everything is on the disk."""

@@ -5,22 +5,24 @@ It implements :class:`~central_storage.core.backends.ControllerBackend`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, every, is_zero
+from central_storage.core.backends import Carriage, Target, Values, assign_each, every, is_zero
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
+from cs_proto.arithmetic.optimizers import slot_shape
 from cs_proto.arithmetic.schedules import Schedule
-from cs_proto.arrays import INLINE_NBYTES, Array
+from cs_proto.arrays import INLINE_NBYTES, Array, Location, item_nbytes
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, NumericsCheck, Serving, VariableSpec, WriteOp
 from cs_proto.records import replace
@@ -28,6 +30,7 @@ from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
+from .bulk_values import LARGE_NBYTES, Place, image, in_parts, readers
 from .input_segment import InputSegment
 from .runs import Runs
 from .session import Session, Threads, wait_until_serving
@@ -63,6 +66,8 @@ class ServiceLink:
         self._runs = Runs(self._session, seed, self.forget)
         self._is_held: Callable[[str, int], Any] = _nothing_held
         self._made_in_replicas: MadeInReplicas | None = None
+        #: Where variables lie, by number. None moves as long as it exists, and no number is used again.
+        self._places: dict[int, Place] = {}
         # A thread may add to it at any time, in the midst of an operation too.
         self._forgotten: deque[tuple[str, Any]] = deque()
         self.address = serving.run_directory
@@ -85,6 +90,11 @@ class ServiceLink:
     def ended(self) -> str | None:
         """Why the service has ended; None while it has not."""
         return self._session.ended
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation is under way, in any thread."""
+        return self._session.interrupts.is_entered
 
     def open(self) -> Self:
         """Say hello to the server, and connect to the workers. Where it fails, all is let go of."""
@@ -207,6 +217,7 @@ class ServiceLink:
             inline = self._inline(value)
             request = messages.Create(self._client, self._number(), spec, inline)
             record = self._ask(request, messages.Created).variable
+            self._places[record.number] = _place_of(record.number, record.array)
             if inline is None and not is_zero(value):
                 try:
                     self._assign(record.number, "assign", value)
@@ -305,6 +316,26 @@ class ServiceLink:
             request = messages.AssignSlot(self._client, self._number(), optimizer, variable, slot, placed)
             self._ask(request, messages.Done)
 
+    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
+        """The values of many variables and slots: one question, and one for each optimizer. They are of one moment,
+        because the lock is held and no run is under way."""
+        with self._operation():
+            # The server answers when nothing is half written, also one that has taken the place of another.
+            described = self._ask(messages.Describe(self._number(), (), tuple(slots)), messages.Described)
+            self._learn_places({*numbers, *(number for beside in slots.values() for number in beside)})
+            places = [self._places[number] for number in numbers]
+            for optimizer in described.optimizers:
+                places += self._slot_places(optimizer, slots[optimizer.number])
+            return readers(places, self._session.lifeline.segment, copied=copied)
+
+    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+        """Set many variables and slots: small ones together, large ones one after the other."""
+        small = [each for each in values if each[1].nbytes <= LARGE_NBYTES]
+        assign_each(self, [each for each in values if each[1].nbytes > LARGE_NBYTES])
+        for part in in_parts(small):
+            with self._operation():
+                self._assign_part(part)
+
     def variable(self, number: int) -> messages.Variable:
         """The variable's record as it stands."""
         with self._operation():
@@ -401,6 +432,42 @@ class ServiceLink:
         finally:
             self._session.arena.release(mark)
 
+    def _learn_places(self, numbers: Iterable[int]) -> None:
+        if missing := tuple(number for number in numbers if number not in self._places):
+            got = self._ask(messages.Get(self._number(), missing, (), False), messages.Got)
+            self._places |= {n: _place_of(n, array) for n, array in zip(missing, got.arrays, strict=True)}
+
+    def _slot_places(self, optimizer: messages.Optimizer, beside: Sequence[int]) -> Iterator[Place]:
+        """Where the slots of an optimizer lie. Each begins where its variable does, in a segment for each slab, so the
+        server names those of one variable of each slab. For slots on a GPU it is asked for all, and brings them to the
+        machine's memory."""
+        variables = {number: self._places[number] for number in beside}
+        one_of = {place.segment: number for number, place in variables.items()}
+        asked = tuple(beside if self.parameter_device.startswith("gpu") else one_of.values())
+        request = messages.DescribeSlots(self._number(), optimizer.number, asked[0], asked[1:])
+        found = self._ask(request, messages.Slots)
+        count = len(found.names)
+        slots = {number: found.arrays[place * count :][:count] for place, number in enumerate(asked)}
+        segments = {slab: [_segment(array) for array in slots[number]] for slab, number in one_of.items()}
+        for number, (_, slab, offset, nbytes, dtype, of) in variables.items():
+            shape = slot_shape(optimizer.rule, of)
+            count = nbytes if shape == of else item_nbytes(dtype) * math.prod(shape)
+            for slot, segment in zip(found.names, segments[slab], strict=True):
+                yield Place(Target(number, optimizer.number, slot), segment, offset, count, dtype, shape)
+
+    def _assign_part(self, part: Sequence[tuple[Target, np.ndarray]]) -> None:
+        variables = tuple(target.number for target, _ in part if not target.optimizer)
+        slots: dict[tuple[int, str], list[int]] = {}
+        for target, _ in part[len(variables) :]:
+            slots.setdefault((target.optimizer, target.slot), []).append(target.number)
+        mark = self._session.arena.mark()
+        try:
+            placed = self._session.arena.put("uint8", image(part))
+            named = tuple((*key, tuple(numbers)) for key, numbers in slots.items())
+            self._ask(messages.AssignAll(self._client, self._number(), variables, named, placed), messages.Done)
+        finally:
+            self._session.arena.release(mark)
+
     def _free_forgotten(self) -> None:
         freed: dict[str, list[Any]] = {"variable": [], "optimizer": [], "function": [], "owner": []}
         while self._forgotten and sum(map(len, freed.values())) < _FREED_AT_ONCE:
@@ -424,6 +491,8 @@ class ServiceLink:
             is_held = partial(self._is_held, "variable")
             freed["variable"] += self._made_in_replicas.unneeded(made, set(freed["variable"]), is_held)
         variables, optimizers = tuple(freed["variable"]), tuple(freed["optimizer"])
+        for number in variables:
+            self._places.pop(number, None)
         if variables or optimizers:
             asked = messages.Free(self._client, self._number(), variables, optimizers)
             self._rename(self._ask(asked, messages.Done))
@@ -472,6 +541,17 @@ class ServiceLink:
             self._runs.settle(before)
         if self._forgotten and series is None and not self._core.has_unanswered:
             self._free_forgotten()
+
+
+def _place_of(number: int, array: Array) -> Place:
+    assert isinstance(array.place, Location)
+    nbytes = item_nbytes(array.dtype) * math.prod(array.shape)
+    return Place(Target(number), array.place.segment, array.place.offset, nbytes, array.dtype, array.shape)
+
+
+def _segment(array: Array) -> str:
+    assert isinstance(array.place, Location)
+    return array.place.segment
 
 
 def _nothing_held(kind: str, number: int) -> object:

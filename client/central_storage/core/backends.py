@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
+from cs_proto.arithmetic.optimizers import SLOTS
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.errors import ShutdownError
 from cs_proto.messages import (
@@ -41,8 +43,12 @@ __all__ = [
     "ReplicaBackend",
     "ServiceBackend",
     "Strategy",
+    "Target",
+    "Values",
+    "assign_each",
     "every",
     "is_zero",
+    "read_each",
     "service_of",
 ]
 
@@ -67,6 +73,18 @@ class Group(NamedTuple):
     optimizer: int
     dense: Sequence[tuple[np.ndarray, int]]
     sparse: Sequence[tuple[np.ndarray, np.ndarray, int]]
+
+
+class Target(NamedTuple):
+    """A variable that is written, or a slot that ``optimizer`` has beside it (0: the variable itself)."""
+
+    number: int
+    optimizer: int = 0
+    slot: str = ""
+
+
+Values: TypeAlias = "Mapping[Target, Callable[[], np.ndarray]]"
+"""How each of these variables and slots is read."""
 
 
 class Combining(NamedTuple):
@@ -245,6 +263,10 @@ class ControllerBackend(_Catalogue, Protocol):
     def ended(self) -> str | None:
         """Why the service has ended; None while it has not."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation is under way, in any thread."""
+
     def run(
         self,
         function: Callable[..., Any],
@@ -300,6 +322,15 @@ class ControllerBackend(_Catalogue, Protocol):
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
 
+    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
+        """The values of variables, and of the slots that these optimizers have beside these variables, as of one
+        moment: nobody runs or writes meanwhile (:meth:`exclusively`). ``copied``: they are copies that may be kept;
+        otherwise each is valid until the next operation."""
+
+    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+        """Set many variables and slots, each to a value of its shape and dtype, in a few requests. Missing slots are
+        made."""
+
     @property
     def seed(self) -> int:
         """The strategy's seed. Random numbers follow from it, the function, the step and the replica."""
@@ -346,6 +377,26 @@ class ServiceBackend(ControllerBackend, Protocol):
     def abandon(self) -> None:
         """Note that the strategy is no longer referenced. Called by the garbage collector in any thread, at any
         time."""
+
+
+def read_each(
+    backend: ControllerBackend, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool
+) -> Values:
+    """:meth:`ControllerBackend.read_all` by one question for each value."""
+    found: dict[Target, Callable[[], np.ndarray]] = {Target(each): partial(backend.read, each) for each in numbers}
+    for optimizer, beside in slots.items():
+        for slot in SLOTS[backend.optimizer(optimizer).rule]:
+            found |= {Target(each, optimizer, slot): partial(backend.slot, optimizer, each, slot) for each in beside}
+    return {target: partial(np.asarray, read()) for target, read in found.items()} if copied else found
+
+
+def assign_each(backend: ControllerBackend, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+    """:meth:`ControllerBackend.assign_all` by one request for each value."""
+    for target, value in values:
+        if target.optimizer:
+            backend.assign_slot(target.optimizer, target.number, target.slot, value)
+        else:
+            backend.write(target.number, "assign", value, None, "")
 
 
 def every(array: np.ndarray, most: int) -> np.ndarray:

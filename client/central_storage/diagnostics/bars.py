@@ -98,15 +98,16 @@ class Bar:
 
 @contextmanager
 def automatic(text: str, total: int, units: str) -> Iterator[Callable[[int], None]]:
-    """A bar that nobody asked for: it appears after a second, and not at all without tqdm. Yields a function that
-    counts what was done."""
+    """A bar that nobody asked for: it appears after a second, and not at all without tqdm or beside the main thread,
+    which may show one of its own. Yields a function that counts what was done."""
+    may_show = threading.current_thread() is threading.main_thread() and find_spec("tqdm") is not None
     began, done = time.monotonic(), 0
     bar: Bar | None = None
 
     def advance(count: int) -> None:
         nonlocal bar, done
         done += count
-        if bar is None and time.monotonic() - began >= _DELAY and find_spec("tqdm") is not None:
+        if bar is None and time.monotonic() - began >= _DELAY and may_show:
             bar = Bar(text, total, units, spent=time.monotonic() - began)
             count = done
         if bar is not None and bar.advance(count):

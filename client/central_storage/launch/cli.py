@@ -190,6 +190,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
             sidecars=sidecars,
+            stop_grace=options.stop_grace,
         )
     finally:
         run_directory.remove()
@@ -336,13 +337,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--{modes[0]} takes no script, and only one of --serve, --join, --health, --doctor may be given"
         )
-    if not 0 < options.start_timeout < 1e6:
+    for name, value in (("start", options.start_timeout), ("return", options.return_timeout)):
+        if not 0 < value < 1e6:
+            raise ConfigurationError(f"--{name}-timeout must be more than 0 and less than 1e6 seconds, not {value:g}")
+    if not 0 <= options.stop_grace < 1e6:
         raise ConfigurationError(
-            f"--start-timeout must be more than 0 and less than 1e6 seconds, not {options.start_timeout:g}"
-        )
-    if not 0 < options.return_timeout < 1e6:
-        raise ConfigurationError(
-            f"--return-timeout must be more than 0 and less than 1e6 seconds, not {options.return_timeout:g}"
+            f"--stop-grace must be at least 0 and less than 1e6 seconds, not {options.stop_grace:g}"
         )
     if modes and options.timeline is not None:
         raise ConfigurationError(
@@ -513,6 +513,14 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="give up if the service has not started after this time (default: 60)",
+    )
+    parser.add_argument(
+        "--stop-grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after Ctrl-C or SIGTERM, wait so long for a script that saves a checkpoint; any other script is killed "
+        "after 3 seconds (default: 30)",
     )
     parser.add_argument(
         "--max-restarts",

@@ -19,7 +19,7 @@ from cs_proto.errors import ReplicaLostError
 from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import DeviceChoice
 from cs_proto.printable import printable
-from cs_runtime import open_files
+from cs_runtime import open_files, saving_mark
 
 from .memory import Medium
 from .plan import Command, error_file
@@ -38,9 +38,12 @@ WORKER_FAILED = 4
 SERVER_FAILED = 5
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# After a signal: what the script gets, after how many seconds. Ctrl-C has reached it through the terminal already.
-_AFTER_CTRL_C = ((1.0, signal.SIGINT), (2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+# After a signal: what the script gets, each so many seconds after the one before. Ctrl-C has reached it through the
+# terminal already.
+_AFTER_CTRL_C = ((1.0, signal.SIGINT), (1.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _AFTER_SIGNAL = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+# How often a script that saves a checkpoint is looked at, seconds.
+_LOOK_EVERY = 0.1
 # After a signal everything has ended by then, seconds.
 _SIGNAL_LIMIT = 4.0
 # After a signal, a terminal that takes no output is not waited for any longer than this.
@@ -73,6 +76,7 @@ def run(
     mailboxes: bool,
     error_path: str | None,
     sidecars: Sequence[Sidecar],
+    stop_grace: float,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
@@ -81,7 +85,8 @@ def run(
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
-    The ``sidecars`` run beside the service.
+    The ``sidecars`` run beside the service. A script that saves a checkpoint when the run is to end gets
+    ``stop_grace`` seconds for it.
     """
     foreground = _Foreground(
         run_directory,
@@ -96,6 +101,7 @@ def run(
         recovery,
         mailboxes,
         sidecars,
+        stop_grace,
     )
     code = foreground.run()
     if error_path and foreground.failure is not None:
@@ -118,7 +124,9 @@ class _Foreground:
         recovery: Recovery,
         mailboxes: bool,
         sidecars: Sequence[Sidecar],
+        stop_grace: float,
     ) -> None:
+        self._stop_grace = stop_grace
         self._limit_before = open_files.raise_limit()  # the script gets this limit: it may use select()
         self._directory = run_directory
         self._loop = Loop()
@@ -144,7 +152,7 @@ class _Foreground:
         self._command = script
         self._script: Child | None = None
         self._signal: int | None = None
-        self._limit = 0.0
+        self._limit = self._saved_by = 0.0
         #: What went wrong first, once the run is over; None where it ended well or was ended.
         self.failure: Failure | None = None
 
@@ -215,8 +223,28 @@ class _Foreground:
             self._limit = time.monotonic() + _SIGNAL_LIMIT
             if self._script is None or self._script.returncode is not None:
                 self._service.stop()
-            for delay, forwarded in _AFTER_CTRL_C if number == signal.SIGINT else _AFTER_SIGNAL:
-                self._loop.call_later(delay, partial(self._to_script, forwarded))
+            self._saved_by = time.monotonic() + self._stop_grace
+            self._end_script(_AFTER_CTRL_C if number == signal.SIGINT else _AFTER_SIGNAL)
+
+    def _end_script(self, steps: Sequence[tuple[float, int]]) -> None:
+        if steps:
+            self._loop.call_later(steps[0][0], partial(self._press, steps))
+
+    def _press(self, steps: Sequence[tuple[float, int]]) -> None:
+        """Send the script the next signal. If it saves a checkpoint, wait until that is done, and then once more."""
+        (pause, number), *rest = steps
+        if pause and saving_mark.is_set(self._directory.path) and time.monotonic() < self._saved_by:
+            self._limit = time.monotonic() + _SIGNAL_LIMIT
+            self._loop.call_later(_LOOK_EVERY, partial(self._press_later, steps))
+        else:
+            self._to_script(number)
+            self._end_script(rest)
+
+    def _press_later(self, steps: Sequence[tuple[float, int]]) -> None:
+        if saving_mark.is_set(self._directory.path):
+            self._press(steps)
+        else:
+            self._end_script(steps)
 
     def _to_script(self, number: int) -> None:
         if self._script is not None and self._script.returncode is None:

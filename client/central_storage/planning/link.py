@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, every, is_zero
+from central_storage.core.backends import Carriage, Target, Values, assign_each, every, is_zero, read_each
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.function import Function, Pickled
@@ -82,6 +82,11 @@ class PlanningLink:
         self._arena = Arena(_nowhere)
         self._inputs = self._largest = 0
         ending.add(self._planned)
+
+    @property
+    def is_busy(self) -> bool:
+        """False: no operation takes any time."""
+        return False
 
     # --- the first step -------------------------------------------------------------------------------------------
 
@@ -294,6 +299,14 @@ class PlanningLink:
     def steps_of(self, optimizer: int) -> dict[int, int]:
         """The counts of updates that a script has set, by variable."""
         return {variable: self._counts.get((optimizer, variable), 0) for variable in self.slotted(optimizer)}
+
+    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
+        """The values of many variables and slots, which are asked for one after the other."""
+        return read_each(self, numbers, slots, copied=copied)
+
+    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+        """Set many variables and slots, one after the other."""
+        assign_each(self, values)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

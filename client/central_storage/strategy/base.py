@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import ref
 
-from central_storage.core import context
+from central_storage.core import between_steps, context
 from central_storage.core.backends import Carriage, ControllerBackend
 from central_storage.core.handles import Handle, handle_id, weakly
 from central_storage.core.options import InputOptions, RunOptions, ValueContext
@@ -194,7 +194,9 @@ class StrategyBase(ReplicaDevices):
             raise TypeError(f"fn must be callable, not {fn!r}")
         keep = isinstance(options, RunOptions) and options.keep_per_replica
         arguments = self._arguments(tuple(args), kwargs)
-        return context.in_cross_replica(self, lambda: regroup(self.call(fn, arguments), keep))
+        results = context.in_cross_replica(self, lambda: regroup(self.call(fn, arguments), keep))
+        between_steps.passed(self)
+        return results
 
     def run_changing(
         self, changes: Sequence[tuple[Optimizer, Mapping[str, float]]], fn: Callable[..., Any], args: tuple[Any, ...]
@@ -213,6 +215,7 @@ class StrategyBase(ReplicaDevices):
         results = context.in_cross_replica(self, changed)
         for optimizer, numbers in changes:
             optimizer.took(numbers)
+        between_steps.passed(self)
         return results
 
     def _arguments(
@@ -281,8 +284,11 @@ class StrategyBase(ReplicaDevices):
         ahead, length = Rates(rates, self.take_along), steps_of(dataset, steps)
         send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
         is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
-        text, total, elements = checked(progress), known(length, steps), iter(dataset)
-        return Steps(series, elements, is_own, steps, send, keep, ahead, length, step_bar(text, total))
+        bar, elements = step_bar(checked(progress), known(length, steps)), iter(dataset)
+        return Steps(series, elements, is_own, steps, send, keep, ahead, length, bar, self._passed)
+
+    def _passed(self) -> None:
+        between_steps.passed(self)
 
     def _send_step(
         self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates, element: Any

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from central_storage.core import between_steps
 from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments, Changes
 from central_storage.core.public_objects import Closed, presented
@@ -33,6 +34,10 @@ _log = logging.getLogger("central_storage.run_steps")
 
 #: The number of steps that are sent before the next result of the loop is there.
 LOOKAHEAD = 2
+
+
+def _nothing() -> None:
+    pass
 
 
 def _unknown_length() -> int:
@@ -84,10 +89,12 @@ class Steps(Closed):
         rates: Rates | None = None,
         length: Callable[[], int] = _unknown_length,
         bar: StepBar | None = None,
+        passed: Callable[[], object] = _nothing,
     ) -> None:
         """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element. ``keep_per_replica``:
         every result is a PerReplica. ``rates`` learn which steps have begun. ``length`` is the number of steps in all.
-        ``bar`` shows them."""
+        ``bar`` shows them. ``passed`` is called for each whose results are there."""
+        self._passed = passed
         self._rates = rates or Rates()
         self._length = length
         self._bar = bar
@@ -124,12 +131,16 @@ class Steps(Closed):
         if not self._is_open:
             raise StopIteration
         try:
-            self._send_ahead()
-            if self._used:
-                self._used.popleft()
-                self._taken += 1
-                self._rates.begun()
-                results = regroup(self._series.take(), self._keep_per_replica)
+            with between_steps.within:
+                self._send_ahead()
+                is_more = bool(self._used)
+                if is_more:
+                    self._used.popleft()
+                    self._taken += 1
+                    self._rates.begun()
+                    results = regroup(self._series.take(), self._keep_per_replica)
+            if is_more:
+                self._passed()
                 if self._bar is not None:
                     self._bar.passed(results)
                 return results

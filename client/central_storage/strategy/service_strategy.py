@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize, ref
 
-from central_storage.core import context, opening
+from central_storage.core import between_steps, context, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.check_numerics import check_of
 from central_storage.core.composites import Composite
@@ -477,6 +477,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             >>> strategy = cs.CentralStorageStrategy(in_process=True)
             >>> strategy.shutdown()
         """
+        between_steps.ends(self)
         self._backend.close()
 
     def __enter__(self) -> Self:

@@ -98,11 +98,12 @@ class Free(Record):
 
 @record(38)
 class DescribeSlots(Record):
-    """Ask for the places of an optimizer's slots for a variable. Missing slots are made."""
+    """Ask for the places of an optimizer's slots for a variable and for ``others``. Missing slots are made."""
 
     request: Count
     optimizer: Number
     variable: Number
+    others: tuple[Number, ...] = ()
 
 
 @record(39)
@@ -162,14 +163,35 @@ class Locate(Record):
     buffers: Annotated[int, Range(-1, 1)]
 
 
+@record(46)
+class AssignAll(Record):
+    """The controller (or the holder of a merge_call token) sets many variables and slots at once. Missing slots are
+    made.
+
+    ``slots`` has (optimizer, slot, variables). ``value`` is uint8[n]: the bytes of the variables, and then of the
+    slots, in this order. Each begins at a multiple of 64 bytes; zeros lie in between and at the end.
+    """
+
+    client: str
+    sequence: Count
+    variables: tuple[Number, ...]
+    slots: tuple[tuple[Number, str, tuple[Number, ...]], ...]
+    value: Array
+
+    def check(self) -> None:
+        value = self.value
+        if not isinstance(value.place, Location) or value.dtype != "uint8" or len(value.shape) != 1:
+            self.refuse("the value of an AssignAll must be uint8[n] in a segment")
+
+
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
 @record(70)
 class Done(Record):
     """Reply to Assign, AssignSlot and Configure: the number of the variable, slot or optimizer, and its version or
-    iterations. Reply to Free: the number of freed variables, 0, and the new names of other variables, by number. Reply
-    to Put: 0 and 0."""
+    iterations. Reply to AssignAll: the number of values, and 0. Reply to Free: the number of freed variables, 0, and
+    the new names of others, by number. Reply to Put: 0 and 0."""
 
     sequence: Count
     number: Count
@@ -272,7 +294,8 @@ class Refused(Record):
 
 @record(77)
 class Slots(Record):
-    """Reply to DescribeSlots: the slots by name, in the rule's order, and where each lies."""
+    """Reply to DescribeSlots: the names of the slots, in the rule's order, and where each lies: all slots of the first
+    variable, then those of the next one."""
 
     request: Count
     names: tuple[str, ...]

@@ -6,6 +6,7 @@ from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import (
     Ask,
     Assign,
+    AssignAll,
     AssignSlot,
     Cancel,
     ClientGone,
@@ -111,7 +112,7 @@ def _receive(server: State, peer: bytes, record: Record, now: float) -> None:
                 replica_messages.returned(server, peer, record, now)
         case MergeCallReturn():
             replica_messages.merge_call_returned(server, peer, record)
-        case Create() | Assign() | AssignSlot() | Configure() | Free():
+        case Create() | Assign() | AssignAll() | AssignSlot() | Configure() | Free():
             requests.write(server, peer, record)
         case Locate():
             requests.locate(server, peer, record)
@@ -154,7 +155,7 @@ def _operations(server: State, job: Job) -> tuple[Apply | Write | Fill, ...]:
         return tuple(Fill(f.segment, f.dtype, f.first, f.last, f.value, f.is_lazy) for f in job.fills)
     if job.kind in ("run", "rest"):
         return progress.operations(server, job)
-    return (progress.creation(server, job) if job.kind == "create" else requests.operation(server, job),)
+    return (progress.creation(server, job),) if job.kind == "create" else requests.operations(server, job)
 
 
 def _finished(server: State, job: Job) -> None:

@@ -24,6 +24,7 @@ from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import (
     Ask,
     Assign,
+    AssignAll,
     AssignSlot,
     Cancel,
     Configure,
@@ -280,7 +281,7 @@ class _Refusal:
 
 def _refused(event: Received, error: CentralStorageError) -> _Refusal:
     match event.record:
-        case Create() | Assign() | AssignSlot() | Configure() | Free():
+        case Create() | Assign() | AssignAll() | AssignSlot() | Configure() | Free():
             number = event.record.sequence
         case Get() | Describe() | DescribeSlots() | Locate() | Statistics():
             number = event.record.request

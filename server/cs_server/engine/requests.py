@@ -13,6 +13,7 @@ from cs_proto.errors import CentralStorageError, ContextError, InvalidArgumentEr
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Assign,
+    AssignAll,
     AssignSlot,
     Configure,
     Counters,
@@ -36,16 +37,18 @@ from cs_proto.records import Record, replace
 from cs_server.events import Send, Write
 
 from . import sessions
-from .catalogue import optimizers, slabs, updates, variables
+from .catalogue import assign_all, optimizers, slabs, updates, variables
 from .steps import commits, runs, watchdog
 from .store import reasons
 from .store.state import State
 from .store.tables import HeldGet, Job, Request, SlotFill
 
+_Written = Create | Assign | AssignAll | AssignSlot | Configure | Free
+
 # --- writes -------------------------------------------------------------------------------------------------------
 
 
-def write(server: State, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> None:
+def write(server: State, peer: bytes, record: _Written) -> None:
     """Act on a write once. A refusal is a reply like any other: the same request gets it again."""
     key = (_is_token_of(server, peer, record), record.client)
     known = server.tables.requests.get(key)
@@ -82,15 +85,17 @@ def write(server: State, peer: bytes, record: Create | Assign | AssignSlot | Con
         server.out.append(Send(peer, reply))
 
 
-def operation(server: State, job: Job) -> Write:
-    """The write that the commit of a request makes."""
+def operations(server: State, job: Job) -> tuple[Write, ...]:
+    """The writes that the commit of a request makes."""
     request = server.tables.requests[job.token, job.client].request
     if isinstance(request, Assign):
-        return variables.write(server, request.variable, request.op, None, (request.value,), request.indices)
+        return (variables.write(server, request.variable, request.op, None, (request.value,), request.indices),)
+    if isinstance(request, AssignAll):
+        return assign_all.writes(server, request)
     if isinstance(request, AssignSlot):
-        return optimizers.write_slot(server, request.optimizer, request.variable, request.slot, request.value)
+        return (optimizers.write_slot(server, request.optimizer, request.variable, request.slot, request.value),)
     if isinstance(request, Create) and request.value is not None:
-        return variables.write(server, job.number, "assign", None, (request.value,))
+        return (variables.write(server, job.number, "assign", None, (request.value,)),)
     raise AssertionError(f"job {job} writes nothing")
 
 
@@ -100,6 +105,10 @@ def done(server: State, job: Job) -> None:
     reply: Created | Done
     if isinstance(request.request, Assign):
         reply = Done(request.sequence, job.number, variables.written(server, job.number))
+    elif isinstance(request.request, AssignAll):
+        for number in request.request.variables:
+            variables.written(server, number)
+        reply = Done(request.sequence, assign_all.count(request.request), 0)
     elif isinstance(request.request, AssignSlot):
         reply = Done(request.sequence, job.number, variables.get(server, job.number).version)
     else:
@@ -118,9 +127,7 @@ def _may_repeat(server: State, job: Job, request: Request) -> bool:
     return any(session.hello.client == job.client for session in server.tables.clients.values())
 
 
-def _act(
-    server: State, key: tuple[bool, str], record: Create | Assign | AssignSlot | Configure | Free
-) -> Created | Done | None:
+def _act(server: State, key: tuple[bool, str], record: _Written) -> Created | Done | None:
     """Carry the request out. None if the reply must wait for a commit."""
     if isinstance(record, Create):
         variable, fills = variables.create(server, record.variable, record.value)
@@ -133,8 +140,13 @@ def _act(
     elif isinstance(record, Assign):
         variables.write(server, record.variable, record.op, None, (record.value,), record.indices)
         number = record.variable
+    elif isinstance(record, AssignAll):
+        assign_all.writes(server, record)
+        for of, each in assign_all.slotted(record).items():
+            _make_slots(server, of, each)
+        number = 0
     elif isinstance(record, AssignSlot):
-        _make_slots(server, record.optimizer, record.variable)
+        _make_slots(server, record.optimizer, (record.variable,))
         optimizers.write_slot(server, record.optimizer, record.variable, record.slot, record.value)
         number = record.variable
     elif isinstance(record, Free):
@@ -157,7 +169,7 @@ def _act(
     return None
 
 
-def _is_token_of(server: State, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> bool:
+def _is_token_of(server: State, peer: bytes, record: _Written) -> bool:
     """Whether the sender is a worker. Raises if the peer may not write."""
     client = sessions.hello_of(server, peer)
     if client is not None and client.role == "controller":
@@ -238,7 +250,7 @@ def describe_slots(server: State, peer: bytes, record: DescribeSlots) -> None:
     client = sessions.hello_of(server, peer)
     if client is not None and client.role == "observer":
         raise ContextError("observers may only read, and reading slots can create them")
-    _make_slots(server, record.optimizer, record.variable)
+    _make_slots(server, record.optimizer, (record.variable, *record.others))
     if len(server.tables.jobs):
         _let_go(server, peer)
         server.tables.held[server.tables.next_ticket()] = HeldGet(peer, record)
@@ -246,9 +258,8 @@ def describe_slots(server: State, peer: bytes, record: DescribeSlots) -> None:
         server.out.append(Send(peer, _slots(server, record)))
 
 
-def _make_slots(server: State, optimizer: int, variable: int) -> None:
-    _, fills = optimizers.slots(server, optimizer, variable)
-    _submit(server, fills)
+def _make_slots(server: State, optimizer: int, numbers: tuple[int, ...]) -> None:
+    _submit(server, optimizers.make_slots(server, optimizer, numbers))
 
 
 def _submit(server: State, fills: tuple[SlotFill, ...]) -> None:
@@ -258,8 +269,10 @@ def _submit(server: State, fills: tuple[SlotFill, ...]) -> None:
 
 
 def _slots(server: State, record: DescribeSlots) -> Slots:
-    slots, _ = optimizers.slots(server, record.optimizer, record.variable)
-    return Slots(record.request, tuple(name for name, _ in slots), tuple(array for _, array in slots))
+    numbers = (record.variable, *record.others)
+    found = [optimizers.slots(server, record.optimizer, number) for number in numbers]
+    arrays = tuple(array for slots in found for _, array in slots)
+    return Slots(record.request, tuple(name for name, _ in found[0]), arrays)
 
 
 def statistics(server: State, peer: bytes, record: Statistics, now: float) -> None:

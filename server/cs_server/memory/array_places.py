@@ -10,6 +10,7 @@ from cs_proto.messages import (
     ApplyPoint,
     Ask,
     Assign,
+    AssignAll,
     AssignPoint,
     AssignSlot,
     Create,
@@ -47,7 +48,7 @@ def arrays_of(record: Record) -> Iterator[Array]:
         case MergeCallReturn(values=values):
             for value in values:
                 yield from value.arrays
-        case AssignSlot(value=value):
+        case AssignSlot(value=value) | AssignAll(value=value):
             yield value
         case Assign(value=value, indices=indices):
             yield value

@@ -1,5 +1,7 @@
 """P10: a process that is killed while it saves leaves the previous or the new checkpoint, never none and never a mix.
 
+It saves itself, or in a thread while it goes on with other values.
+
 The script imports once, and each trial is a process of its own that it forks. The places are the failpoints ``save.*``.
 """
 
@@ -25,12 +27,14 @@ import numpy as np
 
 import central_storage as cs
 from central_storage import train
-from central_storage.checkpoint import disk, writing
+from central_storage.checkpoint import background, disk, entries, manager as managers, writing
+from central_storage.checkpoint import graph
 from cs_runtime.failpoints import failpoints_of
 
 logging.disable(logging.WARNING)
-SABOTAGE = sys.argv[2]
+SABOTAGE, HOW = sys.argv[2], sys.argv[4]
 COUNT = 6
+OPTIONS = train.CheckpointOptions(enable_async=HOW == "in a thread")
 disk.PART = 4096  # an array of 16 kB has four parts
 
 
@@ -46,7 +50,11 @@ def trial(directory, place, nth, number):
     pipe, end = os.pipe()
     child = os.fork()
     if not child:
-        disk.failpoint = writing.failpoint = train.failpoint = failpoints_of(f"{place}=kill@{nth}")
+        for module in (background, disk, managers, writing):
+            module.failpoint = failpoints_of(f"{place}=kill@{nth}")
+        if SABOTAGE == "no copy":
+            read = entries.read_together
+            entries.read_together = graph.read_together = lambda entries, *, copied: read(entries, copied=False)
         if SABOTAGE == "in place":
             os.makedirs(directory)
             writing.open_draft = lambda path: (path, os.open(path, os.O_RDWR | os.O_CREAT), 0o644)
@@ -55,7 +63,11 @@ def trial(directory, place, nth, number):
         for k in range(1, COUNT + 1):
             a.assign(np.full(2000, float(k)))
             b.assign(np.full(2000, float(k)))
-            manager.save(checkpoint_number=number)
+            manager.save(checkpoint_number=number, options=OPTIONS)
+            if HOW == "in a thread":
+                a.assign(np.full(2000, k + 0.5))
+                b.assign(np.full(2000, k + 0.5))
+                manager.sync()
             os.write(end, bytes([k]))
         os._exit(0)
     os.close(end)
@@ -73,7 +85,7 @@ def trial(directory, place, nth, number):
     except cs.errors.CheckpointError as error:
         return str(error)
     values = {*a.numpy().tolist(), *b.numpy().tolist()}
-    if len(values) != 1 or not said <= min(values) <= said + 1:
+    if len(values) != 1 or min(values) not in (said, said + 1):
         return f"{values} after {said}"
     manager.save()
     names = sorted(map(str, Path(directory).iterdir()))
@@ -97,27 +109,36 @@ KILL_POINTS = [
     ("save.take", [1, 2, 3, 4, 6], None),
     ("save.taken", [1, 2, 3, 4, 6], None),
     ("save.saved", [1, 2, 3, 4, 6], None),
+    ("save.checked", [1, 2, 3, 6], None),
     ("save.delete", [1, 2, 3], None),
     ("save.replace", [1, 2, 3, 4, 6], 7),
 ]
+#: That only a save in a thread passes.
+IN_A_THREAD = [("save.copied", [1, 2, 3, 6], None)]
 
 
-def trials(tmp_path: Path, sabotage: str = "none") -> dict[str, str | None]:
+def trials(tmp_path: Path, how: str, sabotage: str = "none") -> dict[str, str | None]:
     script = tmp_path / "kills.py"
     script.write_text(KILLS)
-    found: dict[str, str | None] = json.loads(run(script, tmp_path, sabotage, json.dumps(KILL_POINTS)).ok().out)
+    points = json.dumps(KILL_POINTS + IN_A_THREAD * (how == "in a thread"))
+    found: dict[str, str | None] = json.loads(run(script, tmp_path, sabotage, points, how).ok().out)
     return found
 
 
 @pytest.mark.long
-def test_44_kills_at_every_place_of_a_save(tmp_path: Path) -> None:
-    assert {place for place, _, _ in KILL_POINTS} == {name for name in FAILPOINTS if name.startswith("save.")}
-    found = trials(tmp_path)
-    assert len(found) == 44
+@pytest.mark.parametrize(("how", "count"), [("at once", 48), ("in a thread", 52)])
+def test_kills_at_every_place_of_a_save(tmp_path: Path, how: str, count: int) -> None:
+    points = {place for place, _, _ in KILL_POINTS + IN_A_THREAD}
+    assert points == {name for name in FAILPOINTS if name.startswith("save.")}
+    found = trials(tmp_path, how)
+    assert len(found) == count
     print(f"\n{len(found)} kills, {sum(bool(why) for why in found.values())} bad")
     assert {place: why for place, why in found.items() if why != ""} == {}
 
 
 @pytest.mark.long
-def test_kills_find_a_save_in_place(tmp_path: Path) -> None:
-    assert any(trials(tmp_path, "in place").values())
+@pytest.mark.parametrize(
+    ("how", "sabotage"), [("at once", "in place"), ("in a thread", "in place"), ("in a thread", "no copy")]
+)
+def test_kills_find_a_broken_save(tmp_path: Path, how: str, sabotage: str) -> None:
+    assert any(trials(tmp_path, how, sabotage).values())

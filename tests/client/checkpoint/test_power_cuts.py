@@ -17,7 +17,7 @@ import pytest
 import central_storage.train
 from central_storage.checkpoint import disk, file_format, graph, writing
 from central_storage.strategy.service_strategy import DefaultStrategy
-from central_storage.train import Checkpoint, CheckpointManager
+from central_storage.train import Checkpoint, CheckpointManager, CheckpointOptions
 from central_storage.variables.variable import Variable
 from cs_proto.errors import CheckpointError
 
@@ -60,6 +60,7 @@ class Saves:
             u.assign(np.float32(number))
             self._states = {}
             with self._patch.context() as patch:
+                patch.setattr(disk, "SMALL", 8)  # so that the values take several writes
                 patch.setattr(disk, "os", Disk(self._root, self._note) if number == 1 else self._disk)
                 self._disk = disk.os
                 save(checkpoint, self._root / "new" / "directory")
@@ -109,6 +110,12 @@ def by_manager_that_keeps_two(checkpoint: Checkpoint, directory: Path) -> None:
     CheckpointManager(checkpoint, directory, max_to_keep=2).save()
 
 
+def by_manager_in_a_thread(checkpoint: Checkpoint, directory: Path) -> None:
+    manager = CheckpointManager(checkpoint, directory, max_to_keep=1)
+    manager.save(options=CheckpointOptions(enable_async=True))
+    manager.sync()
+
+
 def under_one_number(checkpoint: Checkpoint, directory: Path) -> None:
     CheckpointManager(checkpoint, directory, max_to_keep=1).save(checkpoint_number=7)
 
@@ -128,6 +135,7 @@ def refuse_links(*_: object) -> None:
     [
         (by_manager, True),
         (by_manager, False),
+        (by_manager_in_a_thread, True),
         (under_one_number, True),
         pytest.param(by_manager_that_keeps_two, True, marks=pytest.mark.slow),
         pytest.param(by_manager_that_keeps_two, False, marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.harness.playbook import (
@@ -28,11 +29,12 @@ from tests.harness.playbook import (
 )
 
 from cs_proto.arrays import Array, Location
-from cs_proto.errors import MemoryPlanError
+from cs_proto.errors import LocalProtocolError, MemoryPlanError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Accepted,
     Assign,
+    AssignAll,
     AssignSlot,
     Configure,
     Counters,
@@ -287,6 +289,77 @@ def test_a_slot_is_written_once_and_made_first() -> None:
         hears(CONTROLLER, wrong),
         to(CONTROLLER, Refused, "cs.InvalidArgumentError", "no slot 'u'", number=wrong.sequence),
     )
+
+
+WHOLE = Array("uint8", (5 * 64,), Location("arena/controller", 0))
+
+
+def test_many_values_are_set_in_one_commit_and_once() -> None:
+    """Two variables that lie side by side and their slots are one write each, in the order of the bytes."""
+    book = Playbook(2).begin().has(spec("w", (2,))).has(spec("u", (16,))).has(spec("n", (3,), "int64"))
+    book.has_optimizer("Adam")
+    number = book.sequence()
+    # The variables 1 and 2 take 64 bytes each, and so does each slot; n lies elsewhere.
+    record = AssignAll("c", number, (1, 2, 3), ((1, "v", (1, 2)),), WHOLE)
+    request = hears(CONTROLLER, record)
+    book.on(
+        request,
+        *(allocates(f"slots/1/{name}/float32", *at) for at in ((0, 8), (64, 128)) for name in ("m", "v")),
+        commits(
+            *(Fill(f"slots/1/{name}/float32", "float32", *at, 0.0) for at in ((0, 2), (16, 32)) for name in ("m", "v"))
+        ),
+    )
+
+    def bytes_of(dtype: str, count: int, start: int) -> Array:
+        return Array(dtype, (count,), Location("arena/controller", start))
+
+    book.on(
+        book.finished(),
+        commits(
+            writes(lies("parameters/float32", 0, (32,)), "assign", bytes_of("float32", 32, 0)),
+            writes(lies("parameters/int64", 0, (3,), "int64"), "assign", bytes_of("int64", 3, 128)),
+            writes(lies("slots/1/v/float32", 0, (32,)), "assign", bytes_of("float32", 32, 192)),
+        ),
+    )
+    book.on(request)  # replayed while the commit is under way
+    book.on(book.finished(), Send(CONTROLLER, Done(number, 5, 0)))
+    book.on(request, Send(CONTROLLER, Done(number, 5, 0)))  # and after it
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"variables": (1, 9)}, "there is no variable 9"),
+        ({"variables": (1, 1)}, "names a variable or a slot twice"),
+        ({"slots": ((1, "v", (1, 1)),)}, "twice"),
+        ({"slots": ((1, "v", (1,)), (1, "v", (1,)))}, "names a variable or a slot twice"),
+        ({"slots": ((1, "u", (1,)),)}, "no slot 'u'; its slots: m, v"),
+        ({"slots": ((7, "v", (1,)),)}, "there is no optimizer 7"),
+        ({"slots": ((1, "v", (9,)),)}, "there is no variable 9"),
+        ({"slots": ((1, "v", (1,)), (1, "m", (3,)))}, "'n' is int64; only floating-point variables can be optimized"),
+        ({"value": Array("uint8", (64,), Location("arena/controller", 0))}, "has 64 bytes, but .* need 128"),
+        ({"value": Array("uint8", (129,), Location("arena/controller", 0))}, "has 129 bytes, but .* need 128"),
+        ({"variables": (), "slots": ()}, "has 128 bytes, but .* need 0"),
+    ],
+)
+def test_many_values_that_do_not_fit_are_refused_and_nothing_changes(changes: dict[str, Any], text: str) -> None:
+    book = Playbook(2).begin().has(spec("w", (2,))).has(spec("u", (16,))).has(spec("n", (3,), "int64"))
+    book.has_optimizer("Adam")
+    number = book.sequence()
+    value = Array("uint8", (128,), Location("arena/controller", 0))
+    fits: dict[str, Any] = {"variables": (1,), "slots": ((1, "v", (1,)),), "value": value}
+    request = hears(CONTROLLER, AssignAll("c", number, **(fits | changes)))
+    refused = to(CONTROLLER, Refused, "cs.InvalidArgumentError", text, number=number)
+    book.on(request, refused)  # no allocation and no commit
+    book.on(request, refused)
+
+
+@pytest.mark.parametrize(
+    "value", [array(1, 2), Array("float32", (32,), Location("arena/controller", 0)), replace(WHOLE, shape=(2, 160))]
+)
+def test_many_values_come_as_bytes_in_a_segment(value: Array) -> None:
+    with pytest.raises(LocalProtocolError, match="must be uint8"):
+        AssignAll("c", 1, (1,), (), value)
 
 
 def test_what_the_controller_wants_waits_for_the_end_of_the_run() -> None:

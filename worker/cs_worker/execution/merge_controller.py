@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core import context
-from central_storage.core.backends import Carriage, every
+from central_storage.core.backends import Carriage, Target, Values, assign_each, every, read_each
 from central_storage.core.pipeline import Series
 from central_storage.core.values import regroup, select_replica, shared_parts
 from central_storage.pickling.function import Function, Pickled
@@ -60,7 +60,7 @@ class _HeldToken:
 
 
 class MergeController:
-    """The :class:`central_storage.core.backends.ControllerBackend` of a worker."""
+    """The :class:`central_storage.core.backends.ControllerBackend` of a worker: a facade, as that is."""
 
     def __init__(
         self,
@@ -93,6 +93,11 @@ class MergeController:
         conversation.note_workers = self._note_workers
         self._strategy = CentralStorageStrategy.from_backend(self, self.compute_devices, self.parameter_device)
         catalogue.strategy = self._strategy
+
+    @property
+    def is_busy(self) -> bool:
+        """True: a run is under way."""
+        return True
 
     @property
     def strategy(self) -> CentralStorageStrategy:
@@ -242,6 +247,14 @@ class MergeController:
                 self._catalogue.ask(request, token.sequence, messages.Done)
             finally:
                 self._arena.release(mark)
+
+    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
+        """The values of many variables and slots, which are asked for one after the other."""
+        return read_each(self, numbers, slots, copied=copied)
+
+    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+        """Set many variables and slots, one after the other."""
+        assign_each(self, values)
 
     def variable(self, number: int) -> messages.Variable:
         """The variable's record as it stands."""

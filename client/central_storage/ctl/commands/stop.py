@@ -1,7 +1,8 @@
 """End a service: as Ctrl-C does, and then harder.
 
 The script gets SIGINT, as from Ctrl-C, and after some seconds SIGTERM. With --kill-after, what is still there then gets
-SIGKILL. A notebook is only interrupted: its service ends, and the notebook stays.
+SIGKILL. Without it, a script under cs-launch that saves a checkpoint is given the time that it needs. A notebook is
+only interrupted: its service ends, and the notebook stays.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from central_storage.ctl.asking import Supervisor
 from central_storage.ctl.services import Entry, choose
 from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError
 from cs_proto.printable import printable
+from cs_runtime import saving_mark
 
 __all__ = ["HELP", "add_arguments", "run"]
+
+# How often a script that saves a checkpoint is looked at, seconds.
+_LOOK_EVERY = 0.1
 
 HELP = "end a service as Ctrl-C does, and then harder"
 
@@ -98,7 +103,7 @@ class _Ending:
                     processes.send(target, number)
                 # An interrupted notebook goes on, and so does its service.
                 is_left = self._is_notebook and not self._is_thread and number == signal.SIGINT
-                if self._has_ended(0.0 if is_left else seconds):
+                if self._has_ended(0.0 if is_left else seconds, may_save=kill_after is None):
                     return sent
         if kill_after is None and self._is_notebook and self._is_thread:
             raise NoAnswerError(f"{self._entry.name} runs in threads of a notebook: shut it down there")
@@ -138,11 +143,18 @@ class _Ending:
             return []
         return [*script, self._supervisor] if is_launched else script
 
-    def _has_ended(self, seconds: float) -> bool:
+    def _has_ended(self, seconds: float, *, may_save: bool = False) -> bool:
+        """Whether the service ends within so many seconds. ``may_save``: the time in which its script saves a
+        checkpoint does not count."""
         assert self._supervisor is not None
         poller = select.poll()
         poller.register(self._supervisor, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
+        if poller.poll(seconds * 1000):
+            return True
+        while may_save and saving_mark.is_set(self._entry.path):  # its launcher ends it if that takes too long
+            if poller.poll(_LOOK_EVERY * 1000):
+                return True
+        return False
 
     def _held(self, pid: int) -> int | None:
         found = processes.open_pid(pid)

@@ -262,14 +262,28 @@ def _kernels_of(server: State, optimizer: Optimizer, numbers: Iterable[int]) -> 
     return [LoadKernel(r, dtype) for dtype in sorted(dtypes) if slabs.on_device(server, dtype, 1) for r in rules]
 
 
-def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:
-    """The name and the place of every slot beside a variable, and the slots that are made now.
+def make_slots(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[SlotFill, ...]:
+    """Make the missing slots of these variables.
 
-    Raises InvalidArgumentError if the variable cannot be updated, and MemoryPlanError as ``variable_set`` does.
+    Raises InvalidArgumentError if one of them cannot be updated, and MemoryPlanError as ``variable_set`` does.
     """
-    record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
-    fills = _add_slots(server, record, (number,), ())
-    return tuple(zip(SLOTS[record.rule], slabs.slots_of(server, optimizer, number), strict=True)), fills
+    return _add_slots(server, get(server, optimizer), members(server, optimizer, numbers), ())
+
+
+def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[str, Array], ...]:
+    """The name and the place of every slot that an optimizer has, or would have, beside a variable. Raises
+    InvalidArgumentError if there is no such optimizer or variable."""
+    names = SLOTS[get(server, optimizer).rule]
+    return tuple(zip(names, slabs.slots_of(server, optimizer, variables.row(server, variable).number), strict=True))
+
+
+def place_of_slot(optimizer: Optimizer, slot: str) -> int:
+    """Which of its slots ``slot`` is. Raises InvalidArgumentError if the optimizer has no such slot."""
+    names = SLOTS[optimizer.rule]
+    if slot not in names:
+        has = ", ".join(names) or "none"
+        raise InvalidArgumentError(f"optimizer {optimizer.number} has no slot {slot!r}; its slots: {has}")
+    return names.index(slot)
 
 
 def slotted(server: State, optimizer: int) -> tuple[int, ...]:
@@ -279,11 +293,7 @@ def slotted(server: State, optimizer: int) -> tuple[int, ...]:
 
 def write_slot(server: State, optimizer: int, variable: int, slot: str, value: Array) -> Write:
     """The operation that sets a slot, which must exist. Raises InvalidArgumentError if ``value`` does not fit."""
-    found, _ = slots(server, optimizer, variable)
-    target = dict(found).get(slot)
-    if target is None:
-        has = ", ".join(name for name, _ in found) or "none"
-        raise InvalidArgumentError(f"optimizer {optimizer} has no slot {slot!r}; its slots: {has}")
+    _, target = slots(server, optimizer, variable)[place_of_slot(get(server, optimizer), slot)]
     spec = variables.row(server, variable).spec
     what = f"the value of slot {slot!r} of variable {spec.name!r}"
     variables.check_fits(what, value, replace(spec, shape=target.shape, sparse=False))

@@ -20,6 +20,7 @@ from cs_proto.messages import (
     Accepted,
     ApplyPoint,
     Assign,
+    AssignAll,
     AssignPoint,
     AssignSlot,
     Configure,
@@ -93,7 +94,7 @@ class Request(_Row):
     peer: bytes
     run: int
     sequence: int
-    request: Create | Assign | AssignSlot | Configure | Free | None
+    request: Create | Assign | AssignAll | AssignSlot | Configure | Free | None
     reply: Created | Done | Refused | None
 
 
@@ -581,7 +582,7 @@ def joined(parts: Sequence[Buffer]) -> bytes:
     if len(parts) == 1:
         return _NO_FRAMES + bytes(parts[0])
     views = [memoryview(part).cast("B") for part in parts[1:]]
-    lengths = struct.pack(f"<{len(parts)}Q", len(views), *(len(view) for view in views))
+    lengths = struct.pack(f"<{len(parts)}Q", len(views), *map(len, views))
     return b"".join([lengths, *views, parts[0]])
 
 
@@ -592,8 +593,7 @@ def parted(packed: bytes) -> Record:
     if count > len(packed) // 8:
         raise ValueError(f"{count} frames in {len(packed)} bytes")
     lengths = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
-    start = _COUNT.size * (1 + count)
-    frames = []
+    frames, start = [], _COUNT.size * (1 + count)
     for length in lengths:
         frames.append(view[start : start + length])
         start += length

@@ -1,0 +1,321 @@
+"""The arrays of one object in a checkpoint: how each is read and set, and how many are read or set together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from central_storage.core.backends import Strategy, Target
+from central_storage.core.handles import handle_id
+from central_storage.core.values import IndexedSlices
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
+from central_storage.data.libraries import packed_state, unpacked_state
+from central_storage.data.places import Place
+from central_storage.optimizers import GradientAccumulator, Optimizer
+from central_storage.variables.moving_averages import ExponentialMovingAverage
+from central_storage.variables.variable import Variable
+
+from . import disk
+from .file_format import Stored
+
+__all__ = [
+    "Entry",
+    "Setting",
+    "of_average",
+    "of_data",
+    "of_optimizer",
+    "of_slot",
+    "of_steps",
+    "of_strategy",
+    "of_sum",
+    "of_variable",
+    "read_together",
+]
+
+_log = logging.getLogger("central_storage.saving")
+
+# A restore holds about so many bytes of values in memory.
+_TOGETHER_NBYTES = 32 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An array of an object: its dtype and shape, and how it is read and set."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    write: Callable[[np.ndarray], object]
+    #: Why a value of the right shape and dtype cannot be set, or None.
+    fault: Callable[[np.ndarray], str | None] | None = None
+    #: Why no value can be set.
+    misfit: str | None = None
+    #: Whether it may have another length in the checkpoint, or be missing there.
+    varies: bool = False
+    #: The variable or slot of a service that it is, which is read and set together with others.
+    target: Target | None = None
+    owner: Strategy | None = None
+    #: Of the count of updates of a variable: whose, of which. Counts are set together.
+    counted: tuple[Optimizer, Variable] | None = None
+    #: As :attr:`writing.Readable.read_rows`.
+    read_rows: Callable[[int, int], Any] | None = None
+    #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
+    write_rows: Callable[[int, np.ndarray], object] | None = None
+
+
+def _together(*_: object) -> Any:
+    raise AssertionError("an entry of a service is read by read_together, and set by Setting")
+
+
+def of_variable(variable: Variable) -> Entry:
+    if (owner := variable.strategy) is None:
+        entry = Entry(variable.dtype, variable.shape, variable.current, variable.assign)
+    else:
+        target = Target(variable.number)
+        entry = Entry(variable.dtype, variable.shape, _together, _together, target=target, owner=owner)
+    if variable.shape and math.prod(variable.shape) * variable.dtype.itemsize > disk.PART:
+
+        def write_rows(first: int, rows: np.ndarray) -> None:
+            variable.scatter_update(IndexedSlices(rows, np.arange(first, first + len(rows))))
+
+        entry.read_rows = lambda begin, end: variable.sparse_read(np.arange(begin, end))
+        entry.write_rows = write_rows
+    return entry
+
+
+def of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> Entry:
+    shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
+    if (owner := optimizer.strategy) is not None and owner is variable.strategy:
+        target = Target(variable.number, handle_id(optimizer)[1], slot)
+        return Entry(variable.dtype, shape, _together, _together, target=target, owner=owner)
+
+    def read() -> np.ndarray:
+        return optimizer.slot_value(variable, slot)
+
+    def write(value: np.ndarray) -> None:
+        optimizer.set_slot(variable, slot, value)
+
+    return Entry(variable.dtype, shape, read, write, misfit=_fault_of_owners(optimizer, variable))
+
+
+def of_steps(optimizer: Optimizer, variable: Variable, count: int) -> Entry:
+    """How often the optimizer has updated the variable: ``count`` times."""
+
+    def write(value: np.ndarray) -> None:
+        optimizer.set_steps({variable: int(value)})
+
+    def fault(value: np.ndarray) -> str | None:
+        return f"{value} updates" if value < 0 else None
+
+    return Entry(
+        np.dtype(np.int64),
+        (),
+        lambda: np.int64(count),
+        write,
+        fault,
+        _fault_of_owners(optimizer, variable),
+        counted=(optimizer, variable),
+    )
+
+
+def _fault_of_owners(optimizer: Optimizer, variable: Variable) -> str | None:
+    owners = optimizer.strategy, variable.strategy
+    if None in owners or owners[0] is owners[1]:
+        return None
+    return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
+
+
+def of_average(average: ExponentialMovingAverage, variable: Variable) -> Entry:
+    def write(value: np.ndarray) -> None:
+        average.start(variable, value)
+
+    return Entry(variable.dtype, variable.shape, lambda: None, write)
+
+
+def of_sum(accumulator: GradientAccumulator, name: str) -> Entry:
+    def write(value: np.ndarray) -> None:
+        accumulator.start(name, value)
+
+    def fault(value: np.ndarray) -> str | None:
+        rows = 1 if accumulator.strategy is None else accumulator.strategy.num_replicas_in_sync
+        if len(value) == rows:
+            return None
+        return f"sums of {len(value)} replicas do not fit {rows}; apply the gradients and reset before you save"
+
+    return Entry(np.dtype(np.float32), (), lambda: None, write, fault, varies=True)
+
+
+def of_optimizer(optimizer: Optimizer, way: str) -> dict[str, Entry]:
+    def write_iterations(value: np.ndarray) -> None:
+        optimizer.iterations = int(value)
+
+    def write_rate(value: np.ndarray) -> None:
+        optimizer.learning_rate = float(value)
+
+    found = {f"{way}/iterations": Entry(np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations)}
+    if not callable(optimizer.learning_rate):  # the script has the schedule
+        found[f"{way}/learning_rate"] = Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
+    return found
+
+
+def of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, Entry]:
+    """The number of the iteration, the number of elements used in it, and for each shuffle its seed, the iterations
+    begun, and whether a cache remembers its order. Setting the last of these entries sets the data set."""
+    parts: dict[str, np.ndarray] = {}
+
+    def place() -> Place:
+        orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
+        states = unpacked_state(parts["source"].tobytes()) if "source" in parts else None
+        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders), states)
+
+    def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> Entry:
+        def fault(value: np.ndarray) -> str | None:
+            parts[name] = value
+            if name != "shuffles":
+                return None
+            is_whole = {"epoch", "position"} <= parts.keys()
+            return data.fault(place()) if is_whole else "its epoch or its position is missing"
+
+        def write(value: np.ndarray) -> None:
+            if name == "shuffles":
+                data.go_to(place())
+
+        return Entry(np.dtype(np.int64), shape, read, write, fault)
+
+    def state_fault(value: np.ndarray) -> str | None:
+        parts["source"] = value
+        try:
+            unpacked_state(value.tobytes())
+        except Exception as error:  # noqa: BLE001  (whatever a wrong file makes the reader raise)
+            return f"it is no position of a source: {error}"
+        return None
+
+    count = len(data.orders())
+    sources = {}
+    if data.has_states:
+        state = np.frombuffer(packed_state(data.place().states), np.uint8)
+        sources[f"{way}/source"] = Entry(
+            state.dtype, state.shape, lambda: state, lambda _: None, state_fault, varies=True
+        )
+    return sources | {
+        f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
+        f"{way}/position": entry("position", (), lambda: data.place().position),
+        f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
+    }
+
+
+def of_strategy(strategy: Strategy, way: str) -> dict[str, Entry]:
+    """The entries that determine the random numbers of the strategy's next run."""
+    controller = strategy.controller
+
+    def compare_seeds(value: np.ndarray) -> None:
+        if int(value) != controller.seed:
+            _log.warning(
+                "the checkpoint was saved with the seed %d, but this strategy has %d; its random numbers will differ "
+                "from those of the saved training",
+                value,
+                controller.seed,
+            )
+
+    steps = np.frombuffer(json.dumps(controller.steps(), sort_keys=True).encode(), np.uint8)
+    return {
+        f"{way}/seed": Entry(np.dtype(np.int64), (), lambda: controller.seed, compare_seeds),
+        f"{way}/steps": Entry(
+            steps.dtype,
+            steps.shape,
+            lambda: steps,
+            lambda value: controller.set_steps(json.loads(value.tobytes())),
+            _fault_of_steps,
+            varies=True,
+        ),
+    }
+
+
+def _fault_of_steps(value: np.ndarray) -> str | None:
+    """Why the text ``value``, uint8, is not a table of the runs of functions."""
+    with contextlib.suppress(ValueError, RecursionError):
+        steps = json.loads(value.tobytes())
+        if isinstance(steps, dict) and all(type(step) is int and 0 <= step < 1 << 62 for step in steps.values()):
+            return None
+    return "it is not the text of a JSON object of numbers of runs by function"
+
+
+def read_together(entries: dict[str, Entry], *, copied: bool) -> dict[str, Entry]:
+    """The entries, of which those of a service are read with a few questions: now if ``copied``, and else when they are
+    needed."""
+    by_owner: dict[Strategy, list[Entry]] = {}
+    for entry in entries.values():
+        if entry.owner is not None:
+            by_owner.setdefault(entry.owner, []).append(entry)
+    for owner, own in by_owner.items():
+        targets = dict.fromkeys(entry.target for entry in own if entry.target is not None)
+        slots: dict[int, dict[int, None]] = {}
+        for target in targets:
+            if target.optimizer:
+                slots.setdefault(target.optimizer, {})[target.number] = None
+        numbers = [target.number for target in targets if not target.optimizer]
+        beside = {optimizer: list(each) for optimizer, each in slots.items()}
+        reading = owner.controller.read_all(numbers, beside, copied=copied)
+        for entry in own:
+            if entry.target is not None:
+                entry.read = reading[entry.target]
+    if copied:
+        for entry in entries.values():
+            entry.read_rows = None
+            if entry.owner is None:
+                entry.read = partial(np.asarray, np.array(entry.read()))
+    return entries
+
+
+class Setting:
+    """Sets entries, many together."""
+
+    def __init__(self) -> None:
+        #: How many have been set.
+        self.count = 0
+        self._values: dict[Strategy, list[tuple[Target, np.ndarray]]] = {}
+        self._counts: dict[Optimizer, dict[Variable, int]] = {}
+        self._held = self._nbytes = 0
+
+    def set(self, entry: Entry, stored: Stored, key: str) -> None:
+        """Set an entry to the array ``key``, at the latest with :meth:`flush`.
+
+        Raises CheckpointDamagedError if the file has changed.
+        """
+        if entry.write_rows is not None:
+            for first, rows in stored.rows(key):
+                entry.write_rows(first, rows)
+            self.count += 1
+            return
+        value = stored.array(key)
+        if entry.counted is not None:
+            optimizer, variable = entry.counted
+            self._counts.setdefault(optimizer, {})[variable] = int(value)
+        elif entry.owner is not None and entry.target is not None:
+            self._values.setdefault(entry.owner, []).append((entry.target, value))
+            self._nbytes += value.nbytes
+        else:
+            entry.write(value)
+            self.count += 1
+            return
+        self._held += 1
+        if self._nbytes > _TOGETHER_NBYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Set what has not been set yet."""
+        for owner, values in self._values.items():
+            owner.controller.assign_all(values)
+        for optimizer, counts in self._counts.items():
+            optimizer.set_steps(counts)
+        self._values, self._counts = {}, {}
+        self.count += self._held
+        self._held = self._nbytes = 0
