@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 from tests.harness.processes import ROOT, marked
 from tests.harness.timing import unit
-from tests.soak import causes, leaving, losing, policy, returning, same, waiting
+from tests.soak import causes, leaving, losing, policy, returning, same, steady, waiting
 from tests.soak.history import check, reads_its_own
 from tests.soak.lossy import Faults
 from tests.soak.sessions import LATE, PATIENCE, Late, Session, Stuck, session
@@ -346,6 +346,23 @@ def _returns(attempt: Attempt) -> None:
     attempt.measured += returning.returns(attempt.random, attempt.trials, attempt.tried_once)
 
 
+def _ages(attempt: Attempt) -> None:
+    done = 0
+
+    def on_updates(count: int) -> None:
+        nonlocal done
+        done += count
+        while attempt.tried < min(done, attempt.trials):
+            attempt.tried_once()
+
+    attempt.note(steady.updates(attempt.random, attempt.trials, on_updates, attempt.measured.append))
+    on_updates(attempt.trials - done)
+
+
+def _connects(attempt: Attempt) -> None:
+    attempt.note(steady.connects(attempt.trials, attempt.tried_once))
+
+
 PROMISES = {
     promise.name: promise
     for promise in (
@@ -365,5 +382,7 @@ PROMISES = {
         Promise(
             "P22", "restarts are as many and as late as said", "scripts", 20, 5, _one_by_one(policy.any_policy), "all"
         ),
+        Promise("P23", "nothing grows with the updates", "updates", 3_500_000, 3_500_000, _ages),
+        Promise("P24", "nothing grows with the clients", "connects", 10_000, 10_000, _connects),
     )
 }

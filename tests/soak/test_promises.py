@@ -20,7 +20,17 @@ from tests.soak.sessions import WAYS, sabotaged, session, way_of
 from cs_runtime.failpoints import FAILPOINTS
 
 #: Of each promise the seed of the session that is tried, and the number of trials.
-TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 12_000), "P6": (1, 2), "P7": (1, 80), "P9": (1, 2)}
+TRIALS = {
+    "P1": (303, 4),
+    "P2": (1, 4),
+    "P4": (124, 4),
+    "P5": (1, 12_000),
+    "P6": (1, 2),
+    "P7": (1, 80),
+    "P9": (1, 2),
+    "P23": (1, 8_000),
+    "P24": (1, 200),
+}
 #: The guarantee that is switched off, and what the trials of a promise find then.
 SABOTAGED = {
     "P1": ("replay-committed", "began with"),
@@ -29,6 +39,8 @@ SABOTAGED = {
     "P5": ("no-dedup", "ledger is "),
     "P6": ("no-fence", "and goes on"),
     "P7": ("unguarded-read", "is torn"),
+    "P23": ("leak", "descriptors more"),
+    "P24": ("no-goodbye", "the server's tables have"),
 }
 
 

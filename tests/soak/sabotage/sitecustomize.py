@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cs_server.engine.store.state import State
 
 #: The programs that run a server: its own process, and a session with the service inside.
 _SERVERS = {"cs_server", "tests.soak.run"}
@@ -75,6 +78,26 @@ def no_fence() -> None:
     sessions.check_replica = check_no_incarnation
 
 
+def leak() -> None:
+    """The server keeps a descriptor for each worker that dies."""
+    from cs_server.engine import sessions
+
+    note_death, kept = sessions.note_death, []
+
+    def note_and_keep(server: State, died: Any) -> Any:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+        return note_death(server, died)
+
+    sessions.note_death = note_and_keep
+
+
+def no_goodbye() -> None:
+    """The server remembers observers that have gone."""
+    from cs_server.engine import sessions
+
+    sessions._end = lambda server, peer, session: False
+
+
 def no_program() -> None:
     """No program carries out a step."""
     from cs_server.step_program import StepProgram
@@ -87,6 +110,8 @@ SABOTAGES = {
     "no-undo": no_undo,
     "replay-committed": replay_committed,
     "no-fence": no_fence,
+    "leak": leak,
+    "no-goodbye": no_goodbye,
     "no-program": no_program,
 }
 
