@@ -224,7 +224,7 @@ class _Run:
             try:
                 code, first, _ = tested(tests, copy)
                 answer.set_result("" if code == _PASSED else f"without the mutation: {first or code}")
-            except BaseException as error:
+            except Exception as error:
                 answer.set_exception(error)
         return answer.result()
 

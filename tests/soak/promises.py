@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
 from tests.harness.processes import ROOT, marked
+from tests.harness.stand_in_gpus import stand_in_gpus
 from tests.harness.timing import unit
 from tests.soak import causes, leaving, losing, policy, returning, same, steady, waiting
 from tests.soak.history import check, reads_its_own
@@ -28,7 +29,7 @@ from tests.soak.sessions import LATE, PATIENCE, Late, Session, Stuck, session
 
 from cs_runtime.failpoints import FAILPOINTS
 
-__all__ = ["PROMISES", "Attempt", "Promise"]
+__all__ = ["PROMISES", "UNVISITED", "VISITED", "Attempt", "Promise"]
 
 #: No session may be given up for having too many deaths: back-off and its end have tests of their own.
 _NEVER_GIVES_UP = {"--max-restarts": "100000"}
@@ -42,6 +43,13 @@ _STEPS_AFTER = 6
 _READERS = 3
 #: How often a kill hits every victim, where there are several.
 _ALL_AT_ONCE = 0.25
+#: The places to which no training of the soak comes: it saves no checkpoint, and all of its sums are finite.
+UNVISITED = {"server.looked", *(name for name in FAILPOINTS if name.startswith("save."))}
+#: The places to which it comes.
+VISITED = [name for name in FAILPOINTS if name not in UNVISITED]
+# A commit on a GPU is written down as a whole, so it has neither pieces nor phases, and no program carries it out.
+_NOT_ON_A_GPU = {"server.kept", "server.phase", "server.pass"}
+_GPU = ("--parameter-device", "gpu:0")
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
 # run. Where the server comes with every message and tick, none may be hit before it serves.
@@ -135,17 +143,28 @@ def _kind_of_training(rng: random.Random) -> list[str]:
 
 
 def _places(
-    roles: Sequence[str], rng: random.Random, count: int, ranks: Sequence[str], action: str = "kill"
+    roles: Sequence[str],
+    rng: random.Random,
+    count: int,
+    ranks: Sequence[str],
+    action: str = "kill",
+    leaves_out: Container[str] = (),
 ) -> list[str]:
     """``count`` items for CS_FAILPOINTS: places of processes of these roles, each with its own hit."""
-    places = [name for name in FAILPOINTS if name.partition(".")[0] in roles]
+    places = [name for name in VISITED if name.partition(".")[0] in roles and name not in leaves_out]
     chosen = [(rng.choice(places), rng.choice(ranks), rng.randint(*_HITS)) for _ in range(count)]
     items = [f"{name}{rank}={action}@{hit + _HITS_BEFORE.get(name, 0)}" for name, rank, hit in chosen]
     return list(dict.fromkeys(items))
 
 
 def _deaths(
-    attempt: Attempt, roles: Sequence[str], victims: Sequence[str], ranks: Sequence[str], has_own_reads: bool
+    attempt: Attempt,
+    roles: Sequence[str],
+    victims: Sequence[str],
+    ranks: Sequence[str],
+    has_own_reads: bool,
+    *,
+    on_gpu: bool = False,
 ) -> None:
     """Half of the deaths come at named places, the other half at random instants."""
     rng = attempt.random
@@ -153,11 +172,12 @@ def _deaths(
     has_own_reads = has_own_reads and rng.random() < 0.5
     if has_own_reads:
         arguments.append("--own-reads")
-    items = _places(roles, rng, attempt.trials // 2, ranks)
+    items = _places(roles, rng, attempt.trials // 2, ranks, leaves_out=_NOT_ON_A_GPU if on_gpu else ())
     if attempt.seed % 2 == 0:  # compiled code carries out the programs of these sessions, as it does for users
         items = [item for item in items if not item.startswith("server.pass")]
     environment = {"CS_FAILPOINTS": ";".join(items)}
-    with attempt.training(*arguments, launched=launched, environment=environment, options=_NEVER_GIVES_UP) as attacked:
+    options = {**_NEVER_GIVES_UP, **dict([_GPU] if on_gpu else [])}
+    with attempt.training(*arguments, launched=launched, environment=environment, options=options) as attacked:
         attacked.wait_for_steps(1)
         _wait_for_places(attempt, attacked, items)
         while attempt.tried < attempt.trials:
@@ -193,6 +213,12 @@ def _worker_deaths(attempt: Attempt) -> None:
 
 def _server_deaths(attempt: Attempt) -> None:
     _deaths(attempt, ("server", "commit", "undo"), ("server",), ("",), has_own_reads=False)
+
+
+def _gpu_server_deaths(attempt: Attempt) -> None:
+    """The variables lie on a stand-in for a GPU, whose memory ends with the server."""
+    with stand_in_gpus(1):
+        _deaths(attempt, ("server", "commit"), ("server",), ("",), has_own_reads=False, on_gpu=True)
 
 
 def _pauses(attempt: Attempt) -> None:
@@ -369,6 +395,7 @@ PROMISES = {
         Promise("P1", "a worker dies: no update lost, none twice, same bits", "deaths", 1000, 40, _worker_deaths),
         Promise("P2", "the server dies: no update lost, none twice, same bits", "deaths", 500, 40, _server_deaths),
         Promise("P2-1GiB", "the server is back over 1 GiB of parameters", "deaths", 20, 10, _returns, "nothing"),
+        Promise("P3", "the server dies with variables on a GPU: the same", "deaths", 100, 20, _gpu_server_deaths),
         Promise("P4", "a process is paused: no update twice", "pauses", 200, 25, _pauses),
         Promise("P5", "messages are lost, doubled, delayed: no update twice", "updates", 1_000_000, 50_000, _lossy),
         Promise("P6", "what a replaced worker says late is refused", "late workers", 200, 25, _late_messages),

@@ -73,7 +73,9 @@ class Footprint:
         if self.segments > before.segments:
             found.append(f"there are {self.segments - before.segments} segments more")
         if self.tables - before.tables > _TABLES:
-            found.append(f"the server's tables have {self.tables - before.tables} bytes more; at most {_TABLES} are right")
+            found.append(
+                f"the server's tables have {self.tables - before.tables} bytes more; at most {_TABLES} are right"
+            )
         return found
 
 
@@ -115,7 +117,9 @@ class _Probe:
         (path,) = [path for link, path in self._memory() if link.endswith(f"-{CONTROL} (deleted)")]
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
-            memory = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = mmap.mmap(
+                file.fileno(), nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         log = ControlLog(np.frombuffer(memory, np.uint8)[CONTROL_HEADER_NBYTES:])
         return sum(len(key) + len(value) for key, value in log.items())
 
@@ -175,9 +179,7 @@ class _Training:
         return [] if (values == right).all() else [f"total is {values}, not {right:g}, after {self.steps} steps"]
 
 
-def updates(
-    rng: random.Random, count: int, on_updates: Callable[[int], None], say: Callable[[str], None]
-) -> list[str]:
+def updates(rng: random.Random, count: int, on_updates: Callable[[int], None], say: Callable[[str], None]) -> list[str]:
     """Make about ``count`` updates in one service, and kill workers and save checkpoints in between; what has grown, in
     words. ``say`` is told what was measured."""
     steps = max(1, count // UPDATES // _PARTS)
@@ -199,7 +201,9 @@ def updates(
             on_updates(steps * UPDATES)
         found = [*probe.more_than(before), *training.wrong()]
     tenth = max(1, len(training.times) // 10)
-    first, last = (float(np.quantile(times, 0.99)) for times in (training.times[tenth:][:tenth], training.times[-tenth:]))
+    first, last = (
+        float(np.quantile(times, 0.99)) for times in (training.times[tenth:][:tenth], training.times[-tenth:])
+    )
     say(
         f"P23: {training.steps} steps, {killed} workers killed, {saved} checkpoints saved; the slowest of a hundred steps "
         f"took {1e3 * first:.1f} ms in the second tenth, and {1e3 * last:.1f} ms in the last"

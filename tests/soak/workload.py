@@ -102,7 +102,7 @@ def main() -> None:
     if options.max_restarts is not None:
         given["max_restarts"] = options.max_restarts
     devices = None if "CS_ADDRESS" in os.environ else [f"cpu:{replica}" for replica in range(REPLICAS)]
-    with cs.CentralStorageStrategy(devices, **given) as strategy:
+    with cs.CentralStorageStrategy(devices, options.parameter_device, **given) as strategy:
         with strategy.scope():
             training = Training(options.elements, options.own_reads)
         say("address", address=strategy.address)
@@ -160,6 +160,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 16, help="of the variable plain (float64) and its twin")
     parser.add_argument("--ahead", type=int, default=0, help="lookahead of run_steps; 0: one run at a time")
     parser.add_argument("--own-reads", action="store_true", help="some steps read what they have just updated")
+    parser.add_argument("--parameter-device", help="where the variables lie (default: as the service says)")
     parser.add_argument("--max-restarts", type=int)
     parser.add_argument("--step-timeout", type=float)
     return parser.parse_args()

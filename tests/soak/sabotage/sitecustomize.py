@@ -22,7 +22,6 @@ _SERVERS = {"cs_server", "tests.soak.run"}
 def no_dedup() -> None:
     """The server acts on a request of a client as often as it comes."""
     from cs_server.engine import requests
-    from cs_server.engine.store.state import State
 
     write = requests.write
 
@@ -56,6 +55,13 @@ def no_undo() -> None:
     undo.Lane.enter = enter_anew  # type: ignore[method-assign]
 
 
+def no_redo() -> None:
+    """A server that is started again does not carry out what its predecessor has written down of a commit on a GPU."""
+    from cs_server.gpu.redo_journal import RedoJournal
+
+    RedoJournal.replay = lambda self, elements: None  # type: ignore[method-assign]
+
+
 def replay_committed() -> None:
     """A run is replayed although something of it is committed."""
     from cs_server.engine.steps import replays
@@ -66,7 +72,6 @@ def replay_committed() -> None:
 def no_fence() -> None:
     """The server acts on what a worker says after another took its place."""
     from cs_server.engine import sessions
-    from cs_server.engine.store.state import State
 
     check = sessions.check_replica
 
@@ -108,6 +113,7 @@ def no_program() -> None:
 SABOTAGES = {
     "no-dedup": no_dedup,
     "no-undo": no_undo,
+    "no-redo": no_redo,
     "replay-committed": replay_committed,
     "no-fence": no_fence,
     "leak": leak,
