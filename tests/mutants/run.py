@@ -221,11 +221,8 @@ class _Run:
             known = self._sound.get(tests)
             answer = self._sound.setdefault(tests, Future())
         if known is None:
-            try:
-                code, first, _ = tested(tests, copy)
-                answer.set_result("" if code == _PASSED else f"without the mutation: {first or code}")
-            except Exception as error:
-                answer.set_exception(error)
+            code, first, _ = tested(tests, copy)
+            answer.set_result("" if code == _PASSED else f"without the mutation: {first or code}")
         return answer.result()
 
 

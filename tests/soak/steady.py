@@ -201,12 +201,11 @@ def updates(rng: random.Random, count: int, on_updates: Callable[[int], None], s
             on_updates(steps * UPDATES)
         found = [*probe.more_than(before), *training.wrong()]
     tenth = max(1, len(training.times) // 10)
-    first, last = (
-        float(np.quantile(times, 0.99)) for times in (training.times[tenth:][:tenth], training.times[-tenth:])
-    )
+    first = float(np.quantile(training.times[tenth : 2 * tenth], 0.99))
+    last = float(np.quantile(training.times[-tenth:], 0.99))
     say(
-        f"P23: {training.steps} steps, {killed} workers killed, {saved} checkpoints saved; the slowest of a hundred steps "
-        f"took {1e3 * first:.1f} ms in the second tenth, and {1e3 * last:.1f} ms in the last"
+        f"P23: {training.steps} steps, {killed} workers killed, {saved} checkpoints saved; the slowest of a hundred "
+        f"steps took {1e3 * first:.1f} ms in the second tenth, and {1e3 * last:.1f} ms in the last"
     )
     if last > _SLOWER * first:
         found.append(Late(f"steps took {last / first:.1f} times as long in the last tenth as in the second"))

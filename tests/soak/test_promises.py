@@ -29,6 +29,7 @@ TRIALS = {
     "P6": (1, 2),
     "P7": (1, 80),
     "P9": (1, 2),
+    "P21": (1, 2),
     "P23": (1, 8_000),
     "P24": (1, 200),
 }
@@ -41,6 +42,7 @@ SABOTAGED = {
     "P5": ("no-dedup", "ledger is "),
     "P6": ("no-fence", "and goes on"),
     "P7": ("unguarded-read", "is torn"),
+    "P21": ("silent", "nobody said"),
     "P23": ("leak", "descriptors more"),
     "P24": ("no-goodbye", "the server's tables have"),
 }

@@ -107,13 +107,14 @@ class _Standing:
         return [pattern for pattern in patterns if not re.search(pattern, said)]
 
     def go_on(self) -> list[str]:
-        """Continue what was stopped, and see the training go on; what went wrong, in words."""
+        """Continue what was stopped, see the training go on, and end it; what went wrong, in words."""
         missing = self.missing()
         found = [f"{self.kind}: nobody said {pattern!r}\n{self.session.tail()}" for pattern in missing]
         for process in self.stopped:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
         self.session.wait_for_steps(3)
+        self.session.finish()
         return found
 
 

@@ -103,6 +103,13 @@ def no_goodbye() -> None:
     sessions._end = lambda server, peer, session: False
 
 
+def silent() -> None:
+    """The script names no wait."""
+    from central_storage.controller.session import Session
+
+    Session._name_wait = lambda self, wait: None  # type: ignore[method-assign]
+
+
 def no_program() -> None:
     """No program carries out a step."""
     from cs_server.step_program import StepProgram
@@ -120,6 +127,10 @@ SABOTAGES = {
     "no-goodbye": no_goodbye,
     "no-program": no_program,
 }
+#: What is switched off in the script; all else concerns servers.
+_OF_SCRIPTS = {"silent": silent}
 
 if (chosen := os.environ.get("CS_SABOTAGE")) in SABOTAGES and _SERVERS & set(sys.orig_argv):
     SABOTAGES[chosen]()
+elif chosen in _OF_SCRIPTS and "tests.soak.workload" in sys.orig_argv:
+    _OF_SCRIPTS[chosen]()
