@@ -46,6 +46,7 @@ _MARK = "CS_TEST_MUTANT"
 # Seconds after which tests that have not ended count as failed: a mutation may make them wait for ever.
 _LIMIT = 600.0
 _PASSED, _FAILED = 0, 1
+_PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=sample")
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _ROOTS = ("proto", "server", "worker", "client", ".")
 
@@ -154,8 +155,7 @@ def tested(tests: Sequence[str], copy: Path) -> tuple[int, str, float]:
         "XDG_RUNTIME_DIR": str(copy.parent / "run"),
         "TMPDIR": str(copy.parent / "tmp"),
     }
-    options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=sample")
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    command = [*_PYTEST, *tests]
     begun = time.monotonic()
     try:
         done = subprocess.run(

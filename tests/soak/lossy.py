@@ -1,7 +1,8 @@
 """A network that loses, between the server of a service in this process and everybody who talks to it.
 
 The channels of server, workers and script are replaced by one that drops, doubles and delays messages, as a seed
-decides. Messages of one peer keep their order. Nobody sends again what is dropped; the supervisor says ``Serving``, as
+decides. Between script and workers it only delays them: nobody sends a run again to a worker that lives. Messages of
+one peer keep their order. Nobody sends again what is dropped; the supervisor says ``Serving``, as
 it does after a server's restart, and the peers have to know what of theirs is unanswered.
 """
 
@@ -46,7 +47,7 @@ class Lossy:
     """What happens to the messages of one service. Nothing does before :meth:`begin`. Used by several threads."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
-        self.dropped = self.doubled = self.delayed = 0
+        self.dropped = self.doubled = self.delayed = self.held_up = 0
         self._random = random.Random(seed)
         self._faults = faults
         self._is_faulty = False
@@ -85,6 +86,14 @@ class Lossy:
                 return 1, self._random.uniform(0, _DELAY)
             return 1, 0.0
 
+    def delay(self) -> float:
+        """After how many seconds a message arrives that is neither lost nor doubled."""
+        with self._lock:
+            if not self._is_faulty or self._random.random() >= self._faults.delayed:
+                return 0.0
+            self.held_up += 1
+            return self._random.uniform(0, _DELAY)
+
 
 class _LossyChannel(Channel):
     """Loses messages to and of the server, by mailbox before they are posted, over ZeroMQ where they arrive."""
@@ -111,7 +120,8 @@ class _LossyChannel(Channel):
         return received
 
     def _came(self, peer: bytes, parts: Sequence[Buffer]) -> None:
-        copies, delay = self.network.copies() if self._is_server or peer == SERVER else (1, 0.0)
+        # A link between script and worker, or of two workers, neither loses nor doubles, but holds up.
+        copies, delay = self.network.copies() if self._is_server or peer == SERVER else (1, self.network.delay())
         self._late.setdefault(peer, deque()).extend([(time.monotonic() + delay, parts)] * copies)
         self._pass_on()
 

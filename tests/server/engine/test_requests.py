@@ -423,6 +423,15 @@ def test_bytes_are_copied_when_nothing_is_being_written() -> None:
     )
 
 
+def test_no_answer_holds_more_bytes_than_a_peer_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs_server.engine.requests.ANSWER_NBYTES", W.nbytes)
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("b", (2,)))
+    book.on(hears(OBSERVER, Get(1, (1,), (), True)), to(OBSERVER, Got))
+    said = f"{2 * W.nbytes} bytes of variables were asked for at once"
+    book.on(hears(OBSERVER, Get(2, (), (), True)), to(OBSERVER, Refused, "cs.InvalidArgumentError", said, number=2))
+    book.on(hears(OBSERVER, Get(3, (), (), False)), to(OBSERVER, Got))  # where they lie, which is little
+
+
 def test_of_the_questions_that_a_peer_has_open_the_last_is_answered() -> None:
     book = Playbook(2).begin().has(spec("w", (2,)))
     book.does(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", array(1, 2))))

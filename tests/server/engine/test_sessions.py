@@ -211,7 +211,17 @@ def test_what_a_controller_that_has_gone_said_before_may_come_late() -> None:
     for number in range(20):
         book.on(ClientLeft(f"d{number}"), Dismiss(f"d{number}"))
     book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d19", 9)), to(b"c2", Refused, "cs.ContextError", "has gone"))
+    known = len(list(book.memory.items()))
+    for number in range(20, 40):
+        book.on(ClientLeft(f"d{number}"), Dismiss(f"d{number}"))
+    assert len(list(book.memory.items())) == known  # of those that have gone, only the last are remembered
     book.on(hears(b"c2", Hello(PROTOCOL, "controller", "e", 9)), Send(b"c2", welcome(0, 1)))
+
+
+def test_nobody_says_goodbye_for_another() -> None:
+    book = Playbook(2).begin()
+    book.on(hears(OBSERVER, Goodbye("c")), to(OBSERVER, Refused, "cs.PeerProtocolError", "has not sent a Hello"))
+    book.on(hears(CONTROLLER, Statistics(1)), to(CONTROLLER, Counters, request=1))
 
 
 # --- incarnations -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,29 @@ def test_what_is_written_down_is_done_by_the_server_after_this_one() -> None:
     after.replay(lambda segment, dtype: {("parameters/float32", "float32"): found}[segment, dtype])
     assert after.ticket == 7
     assert found.tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 4, 5, 0, 0, 0, 0, 6, 7]
+
+
+def test_wherever_a_server_ends_while_it_marks_a_commit_the_next_one_does_all_of_it_or_nothing() -> None:
+    mapping = Limited(64 * MIB)
+    journal = RedoJournal(lambda nbytes: mapping)
+    tickets = []
+
+    class Words(np.ndarray):
+        def __setitem__(self, where: Any, value: Any) -> None:
+            super().__setitem__(where, value)
+            found = np.zeros(4, np.float32)
+            after = RedoJournal(lambda nbytes: mapping)
+            after.replay(lambda segment, dtype: found)
+            tickets.append((after.ticket, found.tolist()))
+
+    for ticket, value in ((7, 1.0), (8, 2.0)):
+        journal.begin()
+        journal.place(Change("parameters/float32", 0, 2), "float32")[:] = value
+        journal._head = journal._head.view(Words)
+        journal.finish(ticket)
+        journal._head = journal._head.view(np.ndarray)
+    done = [0.0] * 4
+    assert tickets == [(0, done), (7, [1.0, 1.0, 0.0, 0.0]), (0, done), (8, [2.0, 2.0, 0.0, 0.0])]
 
 
 def test_it_is_extended_with_what_a_commit_may_change() -> None:
