@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup setup-locked lock check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
-        lint pytest fmt docs docs-serve dist soak bench bench-quick bench-models compare-tf compare-torch compare-jax clean
+        lint pytest fmt docs docs-serve dist soak mutants bench bench-quick bench-models compare-tf compare-torch compare-jax clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -103,6 +103,9 @@ docs-serve: $(VENV)/.installed-docs  ## serve the documentation site at http://1
 
 soak: $(VENV)/.installed-dev  ## thousands of training sessions with killed and stopped processes and lost messages; continues after an interruption
 	@$(BIN)/python -m tests.soak.run
+
+mutants: $(VENV)/.installed-dev  ## break about 170 lines that keep promises, one at a time: a test must fail each time; continues after an interruption
+	@$(BIN)/python -m tests.mutants.run
 
 fmt: $(VENV)/.installed-dev  ## fix style problems automatically
 	@$(BIN)/ruff check --fix .

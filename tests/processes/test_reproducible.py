@@ -48,12 +48,26 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     assert one == other
 
 
-def test_every_package_of_the_lock_has_hashes_and_none_has_an_address() -> None:
-    entries = re.split(r"\n(?=[A-Za-z])", re.sub(r"^#.*\n", "", LOCK, flags=re.MULTILINE).strip())
+def loose(lock: str) -> list[str]:
+    """The entries of a lock that do not say which files of which version may be installed, and from no address."""
+    entries = re.split(r"\n(?=[A-Za-z])", re.sub(r"^#.*\n", "", lock, flags=re.MULTILINE).strip())
     assert len(entries) > 50
-    assert [each for each in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", each)] == []
-    assert [each for each in entries if "==" not in each.partition("\n")[0]] == []
-    assert "://" not in LOCK
+    is_firm = re.compile(r"[^\n]*==(?s:.*)--hash=sha256:[0-9a-f]{64}")
+    return [each.partition("\n")[0] for each in entries if not is_firm.match(each) or "://" in each]
+
+
+def test_every_package_of_the_lock_has_hashes_and_none_has_an_address() -> None:
+    assert loose(LOCK) == []
+
+
+def test_a_lock_that_is_loose_is_noticed() -> None:
+    [(name, version)] = re.findall(r"^(numpy)==([\d.]+)", LOCK, re.MULTILINE)[:1]
+    for broken in (
+        LOCK.replace(f"{name}=={version}", f"{name}>={version}"),
+        re.sub(rf"(?ms)^{name}==.*?\n(?=[a-z])", f"{name}=={version}\n", LOCK),
+        LOCK.replace(f"{name}=={version}", f"{name} @ https://example.org/{name}.whl"),
+    ):
+        assert [each for each in loose(broken) if each.startswith(name)] != []
 
 
 def test_the_lock_has_what_the_extra_names() -> None:

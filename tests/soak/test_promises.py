@@ -42,6 +42,7 @@ SABOTAGED = {
     "P5": ("no-dedup", "ledger is "),
     "P6": ("no-fence", "and goes on"),
     "P7": ("unguarded-read", "is torn"),
+    "P9": ("no-seed", "has other results"),
     "P21": ("silent", "nobody said"),
     "P23": ("leak", "descriptors more"),
     "P24": ("no-goodbye", "the server's tables have"),

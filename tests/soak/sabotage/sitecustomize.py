@@ -110,6 +110,13 @@ def silent() -> None:
     Session._name_wait = lambda self, wait: None  # type: ignore[method-assign]
 
 
+def no_seed() -> None:
+    """The random state of a replica does not follow from the seed of the strategy."""
+    from cs_worker.randomness.seeds import Seeds
+
+    Seeds.begin = lambda self, streams: None  # type: ignore[method-assign]
+
+
 def no_program() -> None:
     """No program carries out a step."""
     from cs_server.step_program import StepProgram
@@ -127,10 +134,13 @@ SABOTAGES = {
     "no-goodbye": no_goodbye,
     "no-program": no_program,
 }
-#: What is switched off in the script; all else concerns servers.
+#: What is switched off in the script, or in workers; all else concerns servers.
 _OF_SCRIPTS = {"silent": silent}
+_OF_WORKERS = {"no-seed": no_seed}
 
 if (chosen := os.environ.get("CS_SABOTAGE")) in SABOTAGES and _SERVERS & set(sys.orig_argv):
     SABOTAGES[chosen]()
 elif chosen in _OF_SCRIPTS and "tests.soak.workload" in sys.orig_argv:
     _OF_SCRIPTS[chosen]()
+elif chosen in _OF_WORKERS and "cs_worker" in sys.orig_argv:
+    _OF_WORKERS[chosen]()

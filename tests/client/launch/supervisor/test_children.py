@@ -1,10 +1,12 @@
-"""Processes that stand by."""
+"""Processes that stand by, and orphans of processes that have died."""
 
 from __future__ import annotations
 
 import os
 import sys
 from functools import partial
+
+from tests.harness.processes import run
 
 from central_storage.launch.plan import Command
 from central_storage.launch.supervisor.children import Child, Standbys
@@ -18,3 +20,28 @@ def test_one_that_has_ended_is_no_other_process() -> None:
     while not ended:
         loop.turn()
     assert standbys.take(Command("worker", 0, (sys.executable, "-m", "cs_worker"), os.environ)) is None
+
+
+ADOPTS = """
+import ctypes, os, subprocess, sys
+from central_storage.launch.supervisor.children import reap_adopted
+
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+own = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+for _ in range(100):  # a process that dies and leaves one that has ended before
+    if (parent := os.fork()) == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its child is a zombie from here on
+        os._exit(0)
+    os.waitpid(parent, 0)
+reap_adopted({own.pid})
+children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+print(*[pid for pid in children if pid != str(own.pid)], own.poll())
+own.communicate(b"\\n")
+"""
+
+
+def test_the_orphans_of_100_dead_processes_leave_no_zombies() -> None:
+    assert run(sys.executable, "-c", ADOPTS).ok().out.split() == ["None"]
