@@ -9,6 +9,7 @@ no guarantee off: the server carries out every step by messages (``tests/soak/ru
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,13 @@ def silent() -> None:
     Session._name_wait = lambda self, wait: None  # type: ignore[method-assign]
 
 
+def deaf() -> None:
+    """Launcher and script do not hear Ctrl-C."""
+    take, is_ctrl_c = signal.signal, signal.SIGINT
+    signal.signal = lambda number, handler: take(number, signal.SIG_IGN if number == is_ctrl_c else handler)
+    signal.signal(is_ctrl_c, signal.SIG_IGN)
+
+
 def no_seed() -> None:
     """The random state of a replica does not follow from the seed of the strategy."""
     from cs_worker.randomness.seeds import Seeds
@@ -134,13 +142,13 @@ SABOTAGES = {
     "no-goodbye": no_goodbye,
     "no-program": no_program,
 }
-#: What is switched off in the script, or in workers; all else concerns servers.
-_OF_SCRIPTS = {"silent": silent}
-_OF_WORKERS = {"no-seed": no_seed}
+#: What is switched off in the script and its launcher, or in workers; all else concerns servers.
+OF_SCRIPTS = {"silent": silent, "deaf": deaf}
+OF_WORKERS = {"no-seed": no_seed}
 
 if (chosen := os.environ.get("CS_SABOTAGE")) in SABOTAGES and _SERVERS & set(sys.orig_argv):
     SABOTAGES[chosen]()
-elif chosen in _OF_SCRIPTS and "tests.soak.workload" in sys.orig_argv:
-    _OF_SCRIPTS[chosen]()
-elif chosen in _OF_WORKERS and "cs_worker" in sys.orig_argv:
-    _OF_WORKERS[chosen]()
+elif chosen in OF_SCRIPTS and "tests.soak.workload" in sys.orig_argv:
+    OF_SCRIPTS[chosen]()
+elif chosen in OF_WORKERS and "cs_worker" in sys.orig_argv:
+    OF_WORKERS[chosen]()
