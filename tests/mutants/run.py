@@ -45,6 +45,8 @@ STATE = ROOT / "build" / "mutants.json"
 _MARK = "CS_TEST_MUTANT"
 # Seconds after which tests that have not ended count as failed: a mutation may make them wait for ever.
 _LIMIT = 600.0
+# The same for one test: long enough that a busy machine alone fails none.
+_TEST_LIMIT = 240.0
 _PASSED, _FAILED = 0, 1
 _PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=sample")
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -154,6 +156,7 @@ def tested(tests: Sequence[str], copy: Path) -> tuple[int, str, float]:
         "PYTHONPATH": os.pathsep.join(str(copy / root) for root in _ROOTS),
         "XDG_RUNTIME_DIR": str(copy.parent / "run"),
         "TMPDIR": str(copy.parent / "tmp"),
+        "PYTEST_TIMEOUT": str(unit(_TEST_LIMIT)),
     }
     command = [*_PYTEST, *tests]
     begun = time.monotonic()
@@ -175,7 +178,8 @@ def tested(tests: Sequence[str], copy: Path) -> tuple[int, str, float]:
     finally:
         reap(_left(mark))
     found = _FIRST_FAILURE.search(done.stdout)
-    first = found[1] if found else "" if done.returncode == _PASSED else done.stdout[-2000:]
+    said = "a test hangs" if "+ Timeout +" in done.stdout else done.stdout[-2000:]
+    first = found[1] if found else "" if done.returncode == _PASSED else said
     return done.returncode, first, time.monotonic() - begun
 
 

@@ -211,6 +211,7 @@ def test_frames_are_named_in_order_and_once(second: object) -> None:
         (Goodbye("c" * 100), Limits(header_nbytes=100), "a header of 104 bytes; at most 100"),
         (ASK, Limits(frames=1), "2 frames; at most 1"),
         (ASK, Limits(frame_nbytes=23), "frame 0 has 24 bytes; at most 23"),
+        (ASK, Limits(message_nbytes=47), r"a message of \d+ bytes; at most 47"),
         (Get(1, tuple(range(1, 101)), (), False), Limits(items=99), "exceeds max_array_len"),
         (Goodbye("c" * 100), Limits(text_nbytes=99), "exceeds max_str_len"),
     ],

@@ -294,6 +294,13 @@ def test_an_incarnation_counts_once_the_death_of_the_one_before_it_is_told(incar
 # --- deaths -------------------------------------------------------------------------------------------------------
 
 
+def test_the_place_of_a_worker_that_lives_is_taken() -> None:
+    book = Playbook(2).begin()
+    said = "w0.1 has registered from another process; its place is taken"
+    book.on(hears(b"another", register(0)), to(b"another", Refused, "cs.PeerProtocolError", said))
+    book.on(hears(w(0), register(0)), *(Send(w(replica), registered(2)) for replica in (0, 1)))  # as often as it likes
+
+
 def test_whoever_waits_to_be_welcome_learns_of_a_death() -> None:
     book = Playbook(2)
     book.does(hears(w(0), register(0)))

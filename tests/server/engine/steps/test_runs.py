@@ -291,6 +291,16 @@ def test_the_last_words_of_a_run_of_a_client_that_has_left_do_nothing() -> None:
     book.on(book.finished(), to(b"c2", RunFinished, run=(2,), commits=1))
 
 
+def test_a_run_that_is_over_is_not_begun_again_where_it_is_sent_again() -> None:
+    book = training()
+    for run in (2, 3):
+        for replica in (0, 1):
+            book.does(returns(replica, 0, run=(run,)))
+    known = len(list(book.memory.items()))
+    book.on(hears(CONTROLLER, Resent((2,), 0)))
+    assert len(list(book.memory.items())) == known
+
+
 def test_a_run_that_nobody_has_heard_of_does_not_keep_the_next_controller_waiting() -> None:
     book = Playbook(2).begin()
     book.does(hears(CONTROLLER, Cancel((1,))))
