@@ -140,6 +140,22 @@ def test_places_that_will_not_do_are_passed_over(runtime: Path, monkeypatch: pyt
         directory.remove()
 
 
+def test_a_lock_whose_file_was_made_anew_meanwhile_is_no_lock(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening and locking, another start has removed the file and made one of its own."""
+    flock, lock = fcntl.flock, runtime / "given" / "lock"
+
+    def is_another_by_then(descriptor: int, operation: int) -> None:
+        if lock.exists():
+            lock.unlink()
+            lock.touch()
+        flock(descriptor, operation)
+
+    (runtime / "given").mkdir(mode=0o700)
+    monkeypatch.setattr(fcntl, "flock", is_another_by_then)
+    with pytest.raises(LaunchError, match="is held by another run"):
+        RunDirectory(str(runtime / "given"))
+
+
 def test_a_lock_taken_between_making_and_locking_is_not_shared(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another start's clean-up may take a directory for dead before its owner has locked it."""
     flock = fcntl.flock
