@@ -557,7 +557,6 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses,
         config.step_timeout,
         config.name_after,
     )
-
     head = names.CONTROL_HEADER_NBYTES
     log = ControlLog(
         control.elements("uint8")[head:],
