@@ -22,6 +22,7 @@ from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import (
     MOST_AHEAD,
     ApplyPoint,
+    AssignAll,
     Counters,
     DevicePlace,
     ExtendSegment,
@@ -141,10 +142,11 @@ def _returns() -> st.SearchStrategy[Any]:
 
 
 def _pickles() -> st.SearchStrategy[Array]:
-    in_segments = st.builds(
-        lambda nbytes, place: Array("uint8", (nbytes,), place), st.integers(0, 1 << 40), records(Location)
-    )
-    return st.one_of(st.binary(max_size=40).map(bytes_array), in_segments)
+    return st.one_of(st.binary(max_size=40).map(bytes_array), _bytes_in_segments())
+
+
+def _bytes_in_segments() -> st.SearchStrategy[Array]:
+    return st.builds(lambda nbytes, place: Array("uint8", (nbytes,), place), st.integers(0, 1 << 40), records(Location))
 
 
 def _rows() -> st.SearchStrategy[Any]:
@@ -228,6 +230,7 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
         shape=st.lists(st.integers(0, 1 << 20), max_size=4).map(tuple),
     ),
     ApplyPoint: _applies,
+    AssignAll: lambda: _built(AssignAll, value=_bytes_in_segments()),
     OptimizerUpdate: _updates,
     SparseGradient: _rows,
     DevicePlace: lambda: st.one_of(

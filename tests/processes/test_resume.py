@@ -13,7 +13,7 @@ import pytest
 from tests.harness.services import connected
 
 import central_storage as cs
-from central_storage.checkpoint import graph
+from central_storage.checkpoint import entries
 from central_storage.core.random_streams import function_name
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -197,8 +197,8 @@ def test_a_file_without_the_count_leaves_it(services: list[cs.CentralStorageStra
 
 @pytest.mark.parametrize("text", ['{"m.step": -1}', '{"m.step": 0.5}', "[1]", "{", "[" * 100_000, ""])
 def test_a_text_that_is_no_table_of_counts_is_a_fault(text: str) -> None:
-    assert graph._fault_of_steps(np.frombuffer(text.encode(), np.uint8)) is not None
-    assert graph._fault_of_steps(np.frombuffer(b'{"m.step": 3}', np.uint8)) is None
+    assert entries._fault_of_steps(np.frombuffer(text.encode(), np.uint8)) is not None
+    assert entries._fault_of_steps(np.frombuffer(b'{"m.step": 3}', np.uint8)) is None
 
 
 def test_counts_that_are_none_are_refused(services: list[cs.CentralStorageStrategy], tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ class Service:
         """Let every worker introduce itself to the supervisor."""
         self._listener.settimeout(unit(30))
         links: dict[int, socket.socket] = {}
+        names: dict[int, bytes] = {}
         while len(links) < self.replicas:
             link, _ = self._listener.accept()
             link.settimeout(unit(30))
@@ -128,7 +129,11 @@ class Service:
             name = f"w{introduce.rank}.{introduce.incarnation}".encode()
             link.sendall(b"".join(encode(replace(introduce, name=name))))
             self._hand_out(link)
+            names[introduce.rank] = name
             links[introduce.rank] = link
+        for rank, link in links.items():
+            for other in names.keys() - {rank}:
+                link.sendall(b"".join(encode(introduction(names[other]))))
         self.lifelines = [links[rank] for rank in sorted(links)]
 
     # --- what the test says ---------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_a_rule_of_rows_has_a_number_for_each_row(book: Book) -> None:
         ("slots/1/sum/float32", 4),
     ]
     assert slabs.slot_nbytes(book.state) == 416
-    shapes = [optimizers.slots(book.state, 1, each)[0][0][1].shape for each in (table, dense, scalar)]
+    shapes = [optimizers.slots(book.state, 1, each)[0][1].shape for each in (table, dense, scalar)]
     assert shapes == [(100,), (3,), ()]
     optimizers.write_slot(book.state, 1, table, "sum", block("float32", 100))
     with pytest.raises(InvalidArgumentError, match=r"slot 'sum' of variable 'table' is float32\[100, 64\]"):
@@ -149,9 +149,9 @@ def test_a_rule_of_rows_takes_no_variable_on_a_gpu() -> None:
     number = book.make("table", (4, 2))
     optimizers.configure(book.state, 0, "rowwise_adagrad", ROWWISE)
     refusal = "rowwise_adagrad updates variables in the machine's memory only, and variable 'table' is on gpu:0"
-    for ask in (optimizers.slots, lambda *given: optimizers.variable_set(*given[:2], (given[2],))):
+    for ask in (optimizers.make_slots, optimizers.variable_set):
         with pytest.raises(InvalidArgumentError, match=refusal):
-            ask(book.state, 1, number)
+            ask(book.state, 1, (number,))
     assert not book.tables.slots
 
 
@@ -191,10 +191,10 @@ def test_slots_are_described_and_written(book: Book) -> None:
     book.make("w", (2, 3))
     optimizers.configure(book.state, 0, "Adagrad", ADAGRAD)
     place = Array("float32", (2, 3), Location("slots/1/accumulator/float32", 0))
-    slots, fills = optimizers.slots(book.state, 1, 1)
-    assert slots == (("accumulator", place),)
+    fills = optimizers.make_slots(book.state, 1, (1,))
     assert fills == (SlotFill("slots/1/accumulator/float32", "float32", 0, 6, 0.1, False),)
-    assert optimizers.slots(book.state, 1, 1) == (slots, ())
+    assert optimizers.make_slots(book.state, 1, (1,)) == ()
+    assert optimizers.slots(book.state, 1, 1) == (("accumulator", place),)
     value = block("float32", 2, 3)
     assert optimizers.write_slot(book.state, 1, 1, "accumulator", value) == Write(place, "assign", None, (value,))
     with pytest.raises(InvalidArgumentError, match="no slot 'm'; its slots: accumulator"):

@@ -105,7 +105,7 @@ def test_slots_of_sparse_variables_are_lazy_however_they_are_made(book: Book) ->
     for _ in range(2):
         optimizers.configure(book.state, 0, "Adam", ADAM)
     _, by_update = optimizers.variable_set(book.state, 1, (first,), ())
-    _, by_look = optimizers.slots(book.state, 2, second)
+    by_look = optimizers.make_slots(book.state, 2, (second,))
     for number, fills in [(1, by_update), (2, by_look)]:
         assert [fill.segment for fill in fills] == [f"slots/{number}/{slot}/sparse/float32" for slot in "mv"]
         assert all(fill.is_lazy for fill in fills)

@@ -204,7 +204,7 @@ def test_a_freed_optimizer_gives_its_seat_to_the_next_one(book: Book) -> None:
     for number in (1, 2):
         assert optimizers.configure(book.state, 0, "Adam", ADAM).number == number
         optimizers.variable_set(book.state, number, (v,))
-        places.append([array.place for _, array in optimizers.slots(book.state, number, v)[0]])
+        places.append([array.place for _, array in optimizers.slots(book.state, number, v)])
         idle = book.tables.slabs["float32"].idle_nbytes
         assert optimizers.free(book.state, [], [number, 99]) == (0, ())
         assert (slabs.slot_nbytes(book.state), book.tables.slabs["float32"].idle_nbytes, idle) == (0, 0, 0)

@@ -69,7 +69,7 @@ def test_every_update_has_the_count_of_its_variable(actions: list[tuple[Any, ...
             expected[optimizer, variables[which]] = count
         elif action == "slot":
             optimizer, which = what
-            optimizers.slots(book.state, optimizer, variables[which])
+            optimizers.make_slots(book.state, optimizer, (variables[which],))
             expected.setdefault((optimizer, variables[which]), 0)
         elif action == "free":
             (which,) = what
