@@ -228,11 +228,11 @@ def test_a_checkpoint_without_counts_is_restored_and_says_so(
 ) -> None:
     from central_storage.checkpoint import graph
 
-    entries = graph._of_strategy
+    entries = graph.of_strategy
     with monkeypatch.context() as patch:
         patch.setattr(
             graph,
-            "_of_strategy",
+            "of_strategy",
             lambda strategy, way: {
                 name.replace("steps", "draws"): entry for name, entry in entries(strategy, way).items()
             },

@@ -135,7 +135,7 @@ def test_what_is_discarded_is_zero() -> None:
     server = Server("w0")
     array = Array("uint8", (NBYTES,), Location("arena/0", 0))
     segment = RemoteSegment("arena/0", NBYTES, server)
-    segment.reserve(0, NBYTES)
+    segment.take(0, NBYTES, "a value")
     segment.write(array, np.ones(NBYTES, np.uint8))
     segment.discard(mmap.PAGESIZE, NBYTES)
     assert segment.view(array).tolist() == [1] * mmap.PAGESIZE + [0] * (NBYTES - mmap.PAGESIZE)
