@@ -19,7 +19,7 @@ def test_a_failed_test_shows_the_last_messages_and_lines_of_every_process(tmp_pa
     options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-c", str(processes.ROOT / "pyproject.toml"))
     ended = processes.run(sys.executable, "-m", "pytest", *options, str(tmp_path), directory=processes.ROOT)
     assert ended.code == 1, str(ended)
-    for role, message in (("script", "send Run("), ("server", "to b'w1.1."), ("supervisor", "Ready(")):
+    for role, message in (("script", "send Run("), ("server", "to b'w1.1'"), ("supervisor", "Ready(")):
         section = next(text for text in ended.out.split("- log ") if text.startswith(f"{role}."))
         assert message in section, section
     for role in ("w0", "w1"):

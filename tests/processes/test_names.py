@@ -214,7 +214,7 @@ def test_the_checks_notice_that_names_are_not_checked(tmp_path: Path, monkeypatc
         return true(self, name)
 
     monkeypatch.setattr(SupervisorLink, "peer_named", believes)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ContextError)):  # the second: the script's next run meets a forged one
         check_rogue((forged_runs,), 4, tmp_path / "mark", in_process=True)
     assert (tmp_path / "mark").exists()
 
