@@ -389,7 +389,9 @@ def steps(recorded: Mapping[str, Sequence[Moment]]) -> list[Step]:
         if not replicas or not all(returns) or not all(_has_called(mine) for mine in replicas):
             continue
         last_return = max(mine[-1] for mine in returns)
-        answers = [each.end for each in server[run] if each.moment == "sent" and each.end >= last_return]
+        # What the server has answered earlier in this run it may have noted later.
+        decided = max((each.end for each in server[run] if each.part == "commit"), default=last_return)
+        answers = [each.end for each in server[run] if each.moment == "sent" and each.end >= max(last_return, decided)]
         if not answers:
             continue
         next_calls = [

@@ -109,6 +109,15 @@ def test_a_step_has_ended_when_a_replica_has_begun_the_next_one() -> None:
     assert step == Step(2, 114, (28, 58), (30, 0), commit=20, data=20, script_waits=78, messages=16)
 
 
+def test_an_earlier_answer_that_is_noted_late_ends_no_step() -> None:
+    """The server notes that it has answered a question when the replicas have returned already."""
+    at = next(number for number, each in enumerate(TRAINING["server"]) if each.name == "committed" and each.run == 2)
+    late = moments((TRAINING["server"][at].when - 5, "sent", 2))
+    [step] = steps({**TRAINING, "server": [*TRAINING["server"][:at], *late, *TRAINING["server"][at:]]})
+    assert step.commit > 0
+    assert step.whole == 100
+
+
 def test_data_that_nobody_waits_for_takes_no_time() -> None:
     ahead = moments((20, "begun", 1), (21, "sent", 1), (22, "over"), (40, "begun", 2), (41, "sent", 2))
     [step] = steps({**TRAINING, "controller": ahead})
