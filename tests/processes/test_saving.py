@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def loaded(directory: Path) -> int:
 
 def steps_of(out: str) -> int:
     """The last step that the script has printed."""
-    return max((int(line.split()[1]) for line in out.splitlines() if line.startswith("step ")), default=0)
+    return max(map(int, re.findall(r"^step (\d+)", out, re.MULTILINE)), default=0)  # the worker prints in between
 
 
 def end(script: Path, directory: Path, phase: str, count: int, ahead: int) -> None:
