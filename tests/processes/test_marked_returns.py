@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.processes import MAILBOXES, run
+from tests.harness.timing import unit
 
 from cs_runtime.transport.rings import IS_ORDERED
 
@@ -61,10 +62,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kills", [0, pytest.param(6, marks=pytest.mark.timeout(300))])
+@pytest.mark.timeout(unit(150))
+@pytest.mark.parametrize("kills", [0, 6])
 def test_it_is_the_same_training(tmp_path: Path, kills: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    ended = run(str(tmp_path / "train.py"), str(kills), environment={"CS_LOG": "debug"}).ok()
+    ended = run(str(tmp_path / "train.py"), str(kills), environment={"CS_LOG": "debug"}, timeout=unit(120)).ok()
     assert ended.lines[-1] == "the same"
     _, _, logged = ended.err.partition("in processes")
     marks, sent = (len(re.findall(each, logged)) for each in ("leave the mark of run", r"send Return\("))
