@@ -212,7 +212,7 @@ def sampled(strategy: cs.CentralStorageStrategy, train: Callable[[Callable[[], b
 def test_a_slow_replica_is_named(two: cs.CentralStorageStrategy) -> None:
     @cs.function
     def step() -> None:
-        time.sleep(0.01 + 0.02 * context().replica_id_in_sync_group)
+        time.sleep(0.02 + 0.2 * context().replica_id_in_sync_group)
 
     def train(is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -232,7 +232,7 @@ def test_slow_data_is_named(two: cs.CentralStorageStrategy, ahead: bool) -> None
     def train(is_over: Callable[[], bool]) -> None:
         def data() -> Iterator[np.ndarray]:
             while not is_over():
-                time.sleep(0.03)
+                time.sleep(0.2)
                 yield np.ones(2, np.float32)
 
         if ahead:
