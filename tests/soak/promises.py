@@ -85,6 +85,11 @@ class Attempt:
         self.slowest = max(self.slowest, seconds)
         self.on_trial()
 
+    def tried_more(self, count: int) -> None:
+        """So many more trials are over; what goes beyond the planned ones does not count."""
+        for _ in range(min(count, self.trials - self.tried)):
+            self.tried_once()
+
     def note(self, found: Iterable[str]) -> None:
         """Take in what was found, in words; what is :class:`Late` is no violation."""
         for line in found:
@@ -290,18 +295,10 @@ def _place(process: psutil.Process) -> tuple[int, int]:
 
 
 def _lossy(attempt: Attempt) -> None:
-    done = 0
-
-    def on_updates(count: int) -> None:
-        nonlocal done
-        done += count
-        while attempt.tried < min(done, attempt.trials):
-            attempt.tried_once()
-
     attempt.histories = 1  # every step says what it saw
-    attempt.violations += losing.train(attempt.random, attempt.trials, Faults(), on_updates)
+    attempt.violations += losing.train(attempt.random, attempt.trials, Faults(), attempt.tried_more)
     attempt.wrong_histories = bool(attempt.violations)
-    on_updates(attempt.trials - done)
+    attempt.tried_more(attempt.trials - attempt.tried)
 
 
 def _reads(attempt: Attempt) -> None:
@@ -373,16 +370,8 @@ def _returns(attempt: Attempt) -> None:
 
 
 def _ages(attempt: Attempt) -> None:
-    done = 0
-
-    def on_updates(count: int) -> None:
-        nonlocal done
-        done += count
-        while attempt.tried < min(done, attempt.trials):
-            attempt.tried_once()
-
-    attempt.note(steady.updates(attempt.random, attempt.trials, on_updates, attempt.measured.append))
-    on_updates(attempt.trials - done)
+    attempt.note(steady.updates(attempt.random, attempt.trials, attempt.tried_more, attempt.measured.append))
+    attempt.tried_more(attempt.trials - attempt.tried)
 
 
 def _connects(attempt: Attempt) -> None:

@@ -345,7 +345,7 @@ def _introduced(address: str, timeout: float, before: SupervisorLink | None = No
     except ShutdownError as error:
         link.close()
         raise LaunchError(f"no service answers in {address}; it has ended") from error
-    except BaseException:
+    except BaseException:  # also Ctrl-C: no connection is left, and the error goes on
         link.close()
         raise
     return link
