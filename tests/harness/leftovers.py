@@ -2,8 +2,9 @@
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
-another socket. Processes are found by the mark of this test session and by descent, among those only that the machine
-did not have before: there are thousands of tests.
+another socket. It may also accept a connection late; the other end of the connection is reported. Processes are found
+by the mark of this test session and by descent, among those only that the machine did not have before: there are
+thousands of tests.
 """
 
 from __future__ import annotations
@@ -127,18 +128,27 @@ def _new_descriptors(before: Snapshot) -> list[str]:
 
 
 def _kept(link: str, before: Snapshot) -> bool:
-    """Whether a descriptor belongs to a service that was there before: segments are mapped when they are needed."""
+    """Whether a descriptor belongs to a service that was there before: a segment that it maps when it is needed, or a
+    socket in its run directory."""
     return any(path.name in link for path in before.files)
 
 
 def _descriptors() -> list[str]:
+    """What the descriptors of this process link to, with the paths of sockets that have one."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             link = os.readlink(f"/proc/self/fd/{entry}")
             if link.startswith(_KINDS_OF_DESCRIPTOR):
                 links.append(link)
-    return links
+    paths = _socket_paths() if any(link.startswith("socket:") for link in links) else {}
+    return [f"{link} {paths[link]}" if link in paths else link for link in links]
+
+
+def _socket_paths() -> dict[str, str]:
+    """The path of each Unix socket of the machine that has one, by what a descriptor of it links to."""
+    rows = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    return {f"socket:[{row[6]}]": row[7] for row in rows if len(row) == 8}
 
 
 def _files() -> set[Path]:

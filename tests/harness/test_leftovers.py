@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,22 @@ def test_shared_memory_is_left_behind_unless_another_process_uses_it() -> None:
         assert since(before, timeout=0).files == [path]
     finally:
         path.unlink()
+
+
+def test_only_the_other_end_of_a_connection_that_an_earlier_service_accepts_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    address = tmp_path / "cs-1234" / "server"
+    address.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(address))
+        listener.listen()
+        before = take()
+        client.connect(str(address))
+        with listener.accept()[0]:
+            assert not since(before, timeout=0).descriptors
+            with socket.socket(socket.AF_UNIX) as another:
+                another.connect(str(address))
+                inode = os.fstat(another.fileno()).st_ino
+                assert since(before, timeout=0).descriptors == [f"socket:[{inode}]"]
