@@ -6,7 +6,7 @@ VENV   ?= .venv
 JOBS   ?= 3
 BIN    := $(VENV)/bin
 # The tests of a file share services, so they run in one process. The files with the most tests come first.
-PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --max-worker-restart=0
+PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # The folders that make check leaves out: their tests start services, or need all kernels, which take a minute to compile
 # the first time. It also leaves out tests that are marked long.
 SYSTEM := conformance gpu harness interop processes seeds server/compute soak

@@ -82,6 +82,8 @@ _NEEDS_KERNELS = (
     "server/compute",
     "server/test_service.py",
 )
+#: The places of files whose tests start many processes or carry out thousands of steps.
+_TAKE_LONGEST = ("tests/processes/", "tests/server/engine/", "tests/server/compute/", "tests/model/", "tests/interop/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -120,8 +122,8 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Let the first worker of xdist import everything before the others do. They find compiled what it has compiled:
     all at once each would compile all of it, on a machine that has run no test."""
     if hasattr(session.config, "workerinput"):
@@ -131,6 +133,15 @@ def pytest_collection(session: pytest.Session) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        return (yield)
+    finally:
+        _let_others_collect(session.config)  # also if there is no such file to collect
+
+
+def _let_others_collect(config: pytest.Config) -> None:
+    if _collecting in config.stash:
+        config.stash[_collecting].close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -161,18 +172,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that start a service as long. Skip those that need a GPU, with the reason, where there is none."""
+    """Mark the tests that start a service as long. Skip those that need a GPU, with the reason, where there is none.
+    Put the files that take longest first: xdist gives a whole file to one worker, and in the end the others wait."""
     for item in items:
         is_example = isinstance(item, DoctestItem) and "in_process" in item.dtest.docstring
         if is_example or _STARTS_PROCESSES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.long)
-    if _collecting in config.stash:
-        config.stash[_collecting].close()
+    _let_others_collect(config)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_no_gpu() if wanted else None
     if reason:
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: not item.nodeid.startswith(_TAKE_LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -92,7 +92,7 @@ def disturbed(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lookahead", [None, 0, 2])
+@pytest.mark.parametrize("lookahead", [None, pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_server_is_killed_within_a_step(lookahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [f"server.pass=kill@{number}" for number in (1, 9, 11, 16, 23, 33)]
     disturbed(items, tmp_path, monkeypatch, [lookahead] * 6)
@@ -100,7 +100,12 @@ def test_a_server_is_killed_within_a_step(lookahead: Any, tmp_path: Path, monkey
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("max_norm", "bounds"), [(1.0, {}), (None, {"clipnorm": 0.5}), (3.0, {"clipvalue": 0.5, "global_clipnorm": 2.0})]
+    ("max_norm", "bounds"),
+    [
+        pytest.param(1.0, {}, marks=pytest.mark.slow),
+        pytest.param(None, {"clipnorm": 0.5}, marks=pytest.mark.slow),
+        (3.0, {"clipvalue": 0.5, "global_clipnorm": 2.0}),
+    ],
 )
 def test_a_server_is_killed_within_a_step_with_bounds(
     max_norm: float | None, bounds: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,8 +115,14 @@ def test_a_server_is_killed_within_a_step_with_bounds(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("turns", ["te", "teo", "ttoeoet"])
-@pytest.mark.parametrize("lookaheads", [[None], [2], [None, 1]])
+@pytest.mark.parametrize(
+    ("lookaheads", "turns"),
+    [
+        pytest.param(lookaheads, turns, marks=() if number + place == 2 else pytest.mark.slow)
+        for number, lookaheads in enumerate([[None], [2], [None, 1]])
+        for place, turns in enumerate(["te", "teo", "ttoeoet"])
+    ],
+)
 def test_a_server_is_killed_within_steps_of_several_kinds(
     turns: str, lookaheads: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

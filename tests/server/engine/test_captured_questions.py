@@ -169,8 +169,7 @@ def test_the_short_way_is_the_long_way(replicas: int, lookahead: int, plan: list
     ("series", "kind"),
     [
         pytest.param(0, QUESTIONS[1], marks=pytest.mark.long),
-        pytest.param(2, QUESTIONS[3], marks=pytest.mark.long),
-        *(pytest.param(2, kind, marks=pytest.mark.slow) for kind in QUESTIONS if kind != QUESTIONS[3]),
+        *(pytest.param(2, kind, marks=pytest.mark.slow) for kind in QUESTIONS),
         *(pytest.param(0, kind, marks=pytest.mark.slow) for kind in QUESTIONS if kind != QUESTIONS[1]),
     ],
 )
