@@ -39,7 +39,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 #: As in pyproject.toml, but for a slow machine, where CS_TEST_TIME_UNIT makes every limit longer.
-os.environ.setdefault("PYTEST_TIMEOUT", str(unit(60)))
+os.environ.setdefault("PYTEST_TIMEOUT", str(unit(180)))
 
 #: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop,
 #: test-tools.

@@ -51,14 +51,33 @@ def test_that_fails_shows_logs():
     assert kept == []
 '''
 
+HANGS = """
+import threading
+
+def test_waits():
+    threading.Event().wait(600)
+"""
+
+
+def run_tests(directory: Path, text: str, *options: str) -> Ended:
+    """A session of pytest with this file of tests."""
+    (directory / "test_file.py").write_text(text)
+    own = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", str(directory)]
+    hurry = {"CS_TEST_TIME_UNIT": "0.1"}  # how long what is left is given to go
+    return run(sys.executable, "-m", "pytest", *own, *options, str(directory), environment=hurry)
+
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    directory: Path = tmp_path_factory.mktemp("leaves")
-    (directory / "test_leaves.py").write_text(LEAVES)
-    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", str(directory)]
-    hurry = {"CS_TEST_TIME_UNIT": "0.1"}  # how long what is left is given to go
-    return run(sys.executable, "-m", "pytest", *options, str(directory), environment=hurry)
+    return run_tests(tmp_path_factory.mktemp("leaves"), LEAVES)
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_in_a_worker_of_xdist_is_ended_and_its_stacks_are_shown(tmp_path: Path) -> None:
+    limits = ("-o", "faulthandler_timeout=1", "--timeout=3")
+    ended = run_tests(tmp_path, HANGS, "-n", "1", "--max-worker-restart=0", *limits)
+    assert "in test_waits" in ended.out + ended.err
+    assert "worker 'gw0' crashed while running 'test_file.py::test_waits'" in ended.out
 
 
 @pytest.mark.parametrize(
