@@ -12,7 +12,7 @@ from tests.harness.captured import nearly_all_captured
 
 import central_storage as cs
 
-STEPS = 1000
+STEPS = 400
 
 
 def test_the_quick_start(two: cs.CentralStorageStrategy) -> None:

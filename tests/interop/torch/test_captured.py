@@ -14,7 +14,7 @@ import central_storage.torch as cst
 
 pytestmark = pytest.mark.timeout(unit(300))
 
-STEPS = 1000
+STEPS = 400
 
 
 @pytest.mark.parametrize("rule", ["first", pytest.param("mean", marks=pytest.mark.slow)])
