@@ -49,7 +49,8 @@ class ServiceProcess:
             self.socket.close()
             if not self._has_ended(_STOP_TIMEOUT):
                 self.process.kill()  # its children die with it
-            self.process.wait()
+            if self.process.wait() < 0:
+                _remove_run_directories()
         self.socket.close()
 
     def _has_ended(self, timeout: float) -> bool:
@@ -121,6 +122,14 @@ def start(
     service = ServiceProcess(process, ours)
     _services.add(service)
     return service
+
+
+def _remove_run_directories() -> None:
+    """Remove the run directory of a supervisor that a signal has ended, which could not do so itself. Ray, for example,
+    kills the children of an actor before the actor's own exit handlers run."""
+    from .run_directory import clean_up  # late: a supervisor almost never ends by a signal
+
+    clean_up()
 
 
 def _forget_all() -> None:

@@ -17,7 +17,6 @@ from tests.harness import processes
 from tests.harness.timing import unit
 
 from central_storage.launch import service
-from central_storage.launch.run_directory import RunDirectory
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Output, Serving, StartFailed
 from cs_proto.records import Record
@@ -143,12 +142,14 @@ def test_a_script_that_does_not_read_stops_nobody_and_is_told_what_it_missed(sta
 
 def test_children_die_with_a_supervisor_that_is_killed(start: Start) -> None:
     process, lifeline = start(w0="signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pid', os.getpid())")
-    _, text = until(lifeline, Serving)
+    serving, text = until(lifeline, Serving)
+    assert isinstance(serving, Serving)
     process.process.kill()
     wait_gone(int(re.search(r"pid (\d+)", text)[1]), unit(5))
+    assert Path(serving.run_directory).exists()
     process.stop()
     assert process.process.returncode == -signal.SIGKILL
-    RunDirectory().remove()  # the next start removes what that one left
+    assert not Path(serving.run_directory).exists()  # the script has removed it
 
 
 OWNER = """
