@@ -42,12 +42,13 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("PYTEST_TIMEOUT", str(unit(180)))
 
 #: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop,
-#: test-tools.
+#: test-tools, test-ray.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
 collect_ignore += [] if "CS_PYTHONS" in os.environ else ["pythons"]
 collect_ignore += [] if "CS_CHROMIUM" in os.environ else ["tools"]
 collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
+collect_ignore += [] if importlib.util.find_spec("ray") else ["ray"]
 
 # The profiles of hypothesis, for --hypothesis-profile: quick by default; sample tries a fifth as many examples and full
 # ten times as many. These three try the same examples every time, or a commit would fail for what an older one did;

@@ -2,7 +2,7 @@
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
-another socket. It may also accept a connection late; the other end of the connection is reported. Processes are found
+another socket; a node of Ray starts its workers as it needs them. A service may also accept a connection late; the other end of the connection is reported. Processes are found
 by the mark of this test session and by descent, among those only that the machine did not have before: there are
 thousands of tests.
 """
@@ -114,8 +114,11 @@ def _counts(thread: threading.Thread) -> bool:
 
 
 def _is_restarted(process: psutil.Process, before: Snapshot) -> bool:
-    """Whether it was started by a service that was there before."""
+    """Whether it was started by a service, or by a node of Ray, that was there before."""
     with suppress(psutil.Error):
+        parent = process.parent()
+        if parent is not None and parent.pid in before.pids and parent.name() == "raylet":
+            return True
         return Path(process.environ().get("CS_RUN_DIRECTORY", "")) in before.files
     return False
 
