@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # The folders that make check leaves out: their tests start services, or need all kernels, which take a minute to compile
 # the first time. It also leaves out tests that are marked long.
-SYSTEM := conformance gpu harness interop processes seeds server/compute soak
+SYSTEM := conformance gpu harness interop processes ray seeds server/compute soak
 CHECK  := -m "not slow and not long" --hypothesis-profile=sample
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
@@ -26,7 +26,7 @@ export NO_MKDOCS_2_WARNING = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup setup-locked lock check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
+.PHONY: help demo setup setup-locked lock check test test-slow test-properties test-zeromq test-containers test-interop test-ray test-tools test-soak test-pythons test-all \
         lint pytest fmt docs docs-serve dist soak mutants bench bench-quick bench-models compare-tf compare-torch compare-jax clean
 
 help:  ## show this list
@@ -52,13 +52,13 @@ check: $(VENV)/.installed-dev  ## style, types, contracts, and the quick tests t
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
 
 test: $(VENV)/.installed-dev  ## check, the long tests, and the tests of the whole system: about thirteen minutes
-	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak" CHOSEN=--hypothesis-profile=sample
+	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop ray soak" CHOSEN=--hypothesis-profile=sample
 
 test-slow: $(VENV)/.installed-dev  ## the slow tests: programs in threads and on stand-in GPUs, a death at every event, ...
-	@$(PYTEST) -m slow --ignore=tests/interop --ignore=tests/soak
+	@$(PYTEST) -m slow --ignore=tests/interop --ignore=tests/ray --ignore=tests/soak
 
 test-properties: $(VENV)/.installed-dev  ## every property with fifty times as many examples as test uses
-	@$(PYTEST) -m hypothesis --hypothesis-profile=full --timeout=600 --ignore=tests/interop --ignore=tests/soak
+	@$(PYTEST) -m hypothesis --hypothesis-profile=full --timeout=600 --ignore=tests/interop --ignore=tests/ray --ignore=tests/soak
 
 test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ
 	@CS_MAILBOXES=off $(PYTEST) tests/conformance tests/processes
@@ -70,6 +70,9 @@ test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX,
 	@$(PYTEST) tests/interop client/central_storage/torch --ignore=tests/interop/jax
 	@$(PYTEST) tests/interop/jax client/central_storage/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
 
+test-ray: $(VENV)/.installed-ray  ## services in actors of Ray and in trials of Ray Tune, which are installed first
+	@$(BIN)/python -m pytest -p tests.harness.progress tests/ray  # in one process: the tests share a node of Ray
+
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
 	@tests/tools/run $(BIN)/python
 
@@ -80,7 +83,7 @@ test-pythons: $(VENV)/.installed-dev  ## the wheel under every other Python that
 	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
 
 test-all:  ## all tests above
-	@for tier in test test-slow test-properties test-zeromq test-interop test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
+	@for tier in test test-slow test-properties test-zeromq test-interop test-ray test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
 		$(MAKE) --no-print-directory $$tier || exit; \
 	done
 
@@ -151,6 +154,11 @@ $(VENV)/.installed-interop: $(VENV)/.installed-dev
 	@echo "installing torch, jax, flax, equinox, grain and datasets into $(VENV), once"
 	@$(INSTALL) torch==2.13.0
 	@$(INSTALL) -e '.[interop]'
+	@touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	@echo "installing ray into $(VENV), once"
+	@$(INSTALL) -e '.[ray-tune]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev

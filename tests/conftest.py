@@ -79,6 +79,7 @@ _NEEDS_KERNELS = (
     "containers",
     "interop",
     "processes",
+    "ray",
     "seeds",
     "server/compute",
     "server/test_service.py",

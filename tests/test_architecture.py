@@ -68,6 +68,7 @@ BROKEN = {
     "controller-opens-nothing": ("client/central_storage/controller/liveness.py", "import time"),
     "controller-layers": ("client/central_storage/controller/waits.py", "import central_storage.controller.runs"),
     "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.torch"),
+    "ray": ("client/central_storage/launch/gpu_usage.py", "import ray"),
     "jax-layers": ("client/central_storage/jax/schedules.py", "import central_storage.jax.step"),
     "torch-layers": ("client/central_storage/torch/parameters.py", "import central_storage.torch.step"),
     "planning-layers": ("client/central_storage/planning/plan.py", "import central_storage.planning.link"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Mapping
@@ -12,16 +11,11 @@ import psutil
 import pytest
 from tests.harness.processes import Child, living_after, run, start
 from tests.harness.timing import unit
+from tests.ray.leavings import assert_next_start_clears, run_directories
 
 HERE = Path(__file__).parent
-#: The files of a run whose supervisor was killed.
-CONTENT = {"lock", "server", "service.json", "supervisor", "w0.1", "w1.1"}
 
 pytestmark = pytest.mark.timeout(unit(200))
-
-
-def run_directories() -> list[Path]:
-    return list(Path(os.environ["XDG_RUNTIME_DIR"]).glob("cs-*"))
 
 
 def processes(driver: Child) -> list[psutil.Process]:
@@ -30,14 +24,6 @@ def processes(driver: Child) -> list[psutil.Process]:
     assert len(found) == 5
     assert len(run_directories()) == 1
     return found
-
-
-def assert_next_start_clears(left: list[Path]) -> None:
-    """Run directories without a process hold no more than some files, and go at the next look."""
-    for directory in left:
-        assert set(os.listdir(directory)) <= CONTENT
-    run("cs-ctl", "ls").ok()
-    assert run_directories() == []
 
 
 def test_two_at_once_train_to_the_bits_of_plain_processes(node: Mapping[str, str]) -> None:

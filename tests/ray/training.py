@@ -1,6 +1,6 @@
 """The training that runs alone, in an actor and in a trial: its bits are the same everywhere.
 
-    python tests/ray/training.py RATE...    # trains alone, once for each rate, and prints the digests
+python tests/ray/training.py RATE...    # trains alone, once for each rate, and prints the digests
 """
 
 from __future__ import annotations
