@@ -114,6 +114,18 @@ def test_without_an_interpreter_there_is_no_service(monkeypatch: pytest.MonkeyPa
         service.start(["cpu:0"], "cpu:0")
 
 
+def test_signals_that_the_script_blocks_are_not_blocked_in_its_service(start: Start) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # as in an actor of Ray
+    try:
+        process, lifeline = start(w0="print('blocked', signal.pthread_sigmask(signal.SIG_BLOCK, ()))")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _, text = until(lifeline, Serving)
+    assert "[w0] blocked set()\n" in text
+    process.process.terminate()
+    assert process.process.wait(unit(10)) == 0
+
+
 def test_a_script_that_does_not_read_stops_nobody_and_is_told_what_it_missed(start: Start) -> None:
     count = 60_000
     process, lifeline = start(

@@ -107,7 +107,8 @@ class Loop:
 
 
 class Signals:
-    """Signals as callbacks of the loop, within a ``with`` block in the main thread."""
+    """Signals as callbacks of the loop, within a ``with`` block in the main thread. There they are not blocked, and
+    neither are they in a child that is started: an actor of Ray blocks SIGINT, which workers need."""
 
     def __init__(self, loop: Loop, numbers: Iterable[int], call: Callable[[int], None]) -> None:
         """Call ``call(number)`` for each of ``numbers``, except those that are ignored already: a shell ignores SIGINT
@@ -120,6 +121,7 @@ class Signals:
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
+        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
         self._loop.on_readable(self._reader, self._read)
         return self
 
@@ -127,6 +129,7 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._loop.forget(self._reader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         signal.set_wakeup_fd(self._previous_wakeup)
