@@ -2,9 +2,9 @@
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
-another socket; a node of Ray starts its workers as it needs them. A service may also accept a connection late; the other end of the connection is reported. Processes are found
-by the mark of this test session and by descent, among those only that the machine did not have before: there are
-thousands of tests.
+another socket; a node of Ray starts its workers as it needs them. A service may also accept a connection late; the
+other end of the connection is reported. Processes are found by the mark of this test session and by descent, among
+those only that the machine did not have before: there are thousands of tests.
 """
 
 from __future__ import annotations

@@ -123,6 +123,22 @@ def test_shared_memory_is_left_behind_unless_another_process_uses_it() -> None:
         path.unlink()
 
 
+def test_a_worker_of_ray_is_left_behind_unless_its_node_was_there_before(tmp_path: Path) -> None:
+    node = tmp_path / "raylet"
+    node.symlink_to("/bin/sh")
+    program = "sleep 600 & echo $!; read _; kill $!; wait"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    before = take()
+    with subprocess.Popen([node, "-c", f"read _; {program}"], **pipes) as raylet:
+        after = take()
+        raylet.stdin.write("\n")
+        raylet.stdin.flush()
+        worker = int(raylet.stdout.readline())
+        assert not since(after, timeout=0).processes
+        assert {process.pid for process in since(before, timeout=0).processes} == {raylet.pid, worker}
+        raylet.communicate("\n")
+
+
 def test_only_the_other_end_of_a_connection_that_an_earlier_service_accepts_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
