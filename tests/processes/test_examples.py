@@ -16,11 +16,12 @@ def code(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-#: The pages whose code continues the quick start: not those about torch and JAX, which tests/interop runs.
+#: The pages whose code continues the quick start: not those about torch, JAX and Ray, which tests/interop and tests/ray
+#: run.
 PAGES = [
     str(page.relative_to(ROOT / "docs"))
     for page in [*sorted(ROOT.glob("docs/guide/*.md")), ROOT / "docs/troubleshooting.md"]
-    if code(page) and not re.search(r"\b(torch|cst|csj)\b", "".join(code(page)))
+    if code(page) and not re.search(r"\b(torch|cst|csj|ray)\b", "".join(code(page)))
 ]
 
 
