@@ -1,6 +1,7 @@
 """Two trials of Ray Tune at once, as a test asks for.
 
-    python tests/ray/trials.py STORAGE             # the second is killed once; prints the digest of each
+    python tests/ray/trials.py STORAGE             # the second is killed once; prints for each the steps of its last
+                                                   # process, its threads by OMP_NUM_THREADS, and its digest
     python tests/ray/trials.py STORAGE ITERATIONS  # both are stopped after so many reports; prints their pids
 
 STORAGE is a directory for Tune's results, with a FIFO ``meet``.
@@ -41,7 +42,11 @@ def trial(config: dict[str, Any]) -> None:
             with found.as_directory() as directory:
                 training.checkpoint.read(Path(directory, "state"))
 
+        steps = 0
+
         def report(count: int) -> None:
+            nonlocal steps
+            steps = count
             with tempfile.TemporaryDirectory() as directory:
                 training.checkpoint.write(Path(directory, "state"))
                 tune.report({"pids": pids}, checkpoint=tune.Checkpoint.from_directory(directory))
@@ -49,7 +54,7 @@ def trial(config: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         digest = training.run(report)
-        tune.report({"pids": pids, "digest": digest, "was_restored": found is not None})
+        tune.report({"steps": steps, "threads": os.environ["OMP_NUM_THREADS"], "digest": digest})
 
 
 def main(storage: str, iterations: str = "") -> None:
@@ -72,7 +77,7 @@ def main(storage: str, iterations: str = "") -> None:
         if iterations:
             print("processes", *metrics["pids"], flush=True)
         else:
-            print("restored" if metrics["was_restored"] else "undisturbed", metrics["digest"], flush=True)
+            print(metrics["steps"], metrics["threads"], metrics["digest"], flush=True)
     print("told", flush=True)
     if iterations:
         signal.sigwait({signal.SIGUSR1})  # the trials have ended because Tune has stopped them
