@@ -3,7 +3,8 @@
 Its supervisor keeps its file ``lock`` locked, because libzmq would let a second server take over a live address without
 an error. The kernel releases the lock whatever kills the holder. So a directory whose lock is free is abandoned, and
 the next start removes it. A directory that the user has named is registered by a symbolic link where the others are,
-so that ``cs-ctl`` finds all of them. Only supervisors and ``cs-ctl`` use this module.
+so that ``cs-ctl`` finds all of them. Only supervisors, ``cs-ctl`` and a script whose supervisor was killed use this
+module.
 """
 
 from __future__ import annotations
