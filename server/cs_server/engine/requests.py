@@ -104,10 +104,12 @@ def done(server: State, job: Job) -> None:
     request = server.tables.requests[job.token, job.client]
     reply: Created | Done
     if isinstance(request.request, Assign):
-        reply = Done(request.sequence, job.number, variables.written(server, job.number))
+        variables.written(server, job.number)
+        reply = Done(request.sequence, job.number, variables.get(server, job.number).version)
     elif isinstance(request.request, AssignAll):
         for number in request.request.variables:
             variables.written(server, number)
+        server.decided = None
         reply = Done(request.sequence, assign_all.count(request.request), 0)
     elif isinstance(request.request, AssignSlot):
         reply = Done(request.sequence, job.number, variables.get(server, job.number).version)
@@ -222,9 +224,9 @@ def describe(server: State, peer: bytes, record: Describe) -> None:
     _check_known(server, peer, record)
     found = tuple(map(partial(variables.get, server), record.variables))
     configured = tuple(map(partial(optimizers.get, server), record.optimizers))
-    counts = [sorted(optimizers.counts(server, number).items()) for number in record.optimizers]
-    slotted = tuple(tuple(variable for variable, _ in each) for each in counts)
-    steps = tuple(tuple(count for _, count in each) for each in counts)
+    counts = [optimizers.counts(server, number) for number in record.optimizers]
+    slotted = tuple(tuple(sorted(each)) for each in counts)
+    steps = tuple(tuple(map(each.__getitem__, numbers)) for each, numbers in zip(counts, slotted, strict=True))
     server.out.append(Send(peer, Described(record.request, found, configured, slotted, steps)))
 
 

@@ -5,11 +5,12 @@ The module knows nothing of runs and peers; ``requests`` calls it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from functools import cache, partial
 from typing import NamedTuple
 
-from cs_proto.arithmetic.optimizers import slot_shape
+from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arrays import Array, Location, item_nbytes
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.memory_plan import room_of
@@ -39,85 +40,74 @@ def writes(server: State, record: AssignAll) -> tuple[Write, ...]:
     Raises InvalidArgumentError if there is no such variable or slot, one is named twice, an optimizer cannot update a
     variable, or ``value`` has another length than all of them together.
     """
-    for optimizer, numbers in slotted(record).items():
-        optimizers.members(server, optimizer, numbers)
-    targets = [_variable(server, number) for number in record.variables]
+    if server.decided is None or server.decided[0] is not record:
+        server.decided = record, _writes(server, record)
+    return server.decided[1]
+
+
+def _writes(server: State, record: AssignAll) -> tuple[Write, ...]:
+    named: dict[tuple[int, str], list[int]] = {(0, ""): [*record.variables]}
     for optimizer, slot, numbers in record.slots:
-        targets += _slots(server, optimizer, slot, numbers)
-    named = {(0, "", number) for number in record.variables}
-    named |= {(optimizer, slot, number) for optimizer, slot, numbers in record.slots for number in numbers}
-    if len(named) < len(targets):
+        named.setdefault((optimizer, slot), []).extend(numbers)
+    if any(len(set(numbers)) < len(numbers) for numbers in named.values()):
         raise InvalidArgumentError("an AssignAll names a variable or a slot twice")
-    if (given := record.value.shape[0]) != (need := sum(room_of(target.nbytes) for target in targets)):
+    for optimizer, beside in slotted(record).items():
+        optimizers.members(server, optimizer, beside)
+    lie = cache(partial(_pieces, server))  # slots lie as their variables do
+    pieces = [*lie(record.variables, is_rowwise=False)]
+    for optimizer, slot, numbers in record.slots:
+        known = optimizers.get(server, optimizer)
+        place = optimizers.place_of_slot(known, slot)
+        for piece in lie(numbers, is_rowwise=known.rule in ROWWISE):
+            slab = slabs.slab_of(variables.row(server, piece.changed[0]).spec)
+            segment = optimizers.slot_segments(server, known, slab)[place]
+            pieces.append(_Piece(segment, piece.offset, piece.nbytes, piece.room, piece.dtype, ()))
+    if (given := record.value.shape[0]) != (need := sum(piece.room for piece in pieces)):
         raise InvalidArgumentError(f"an AssignAll has {given} bytes, but its variables and slots need {need}")
-    made: list[_Piece] = []
-    start = 0
-    for target in targets:
-        if not made or not made[-1].takes(server, target):
-            made.append(_Piece(target, start))
-        made[-1].add(target)
-        start += room_of(target.nbytes)
-    return tuple(piece.write(record.value) for piece in made if piece.nbytes)
+    starts = itertools.accumulate((piece.room for piece in pieces), initial=0)
+    return tuple(piece.write(record.value, start) for piece, start in zip(pieces, starts, strict=False) if piece.nbytes)
 
 
-class _Target(NamedTuple):
-    """Where a variable or slot lies: as an Array, which takes longer to make. ``number`` is 0 for a slot."""
+class _Piece(NamedTuple):
+    """Variables or slots that follow each other in their segment. ``changed`` are the variables, of slots none."""
 
     segment: str
     offset: int
     nbytes: int
+    #: The bytes to the end of the room of the last one: there, and in the value.
+    room: int
     dtype: str
-    number: int
+    changed: tuple[int, ...]
+
+    def write(self, value: Array, start: int) -> Write:
+        """The operation that sets the piece to the bytes of ``value`` from ``start`` on."""
+        shape = (self.nbytes // item_nbytes(self.dtype),)
+        assert isinstance(value.place, Location)
+        target = Array(self.dtype, shape, Location(self.segment, self.offset))
+        source = Array(self.dtype, shape, Location(value.place.segment, value.place.offset + start))
+        return Write(target, "assign", None, (source,), None, self.changed)
 
 
-def _variable(server: State, number: int) -> _Target:
-    row = variables.row(server, number)
-    nbytes = item_nbytes(row.spec.dtype) * math.prod(row.spec.shape)
-    return _Target(row.place.segment, row.place.offset, nbytes, row.spec.dtype, number)
+def _pieces(server: State, numbers: tuple[int, ...], *, is_rowwise: bool) -> list[_Piece]:
+    """Where variables lie, or slots that begin where they do. On a GPU each has memory of its own."""
+    found: list[_Piece] = []
+    segment, dtype, is_apart = "", "", False
+    offset = last = end = 0
+    changed: list[int] = []
 
+    def finish() -> None:
+        if changed:
+            found.append(_Piece(segment, offset, last - offset, end - offset, dtype, tuple(changed)))
 
-def _slots(server: State, optimizer: int, slot: str, numbers: tuple[int, ...]) -> Iterator[_Target]:
-    """The slots of one name that an optimizer has, or would have, beside these variables."""
-    record = optimizers.get(server, optimizer)
-    place = optimizers.place_of_slot(record, slot)
-    segments: dict[str, str] = {}  # by that of the variable: looked up once for each slab
     for number in numbers:
         row = variables.row(server, number)
-        dtype, of = row.spec.dtype, row.place
-        if of.segment not in segments:
-            segments[of.segment] = optimizers.slot_segments(server, record, slabs.slab_of(row.spec))[place]
-        nbytes = item_nbytes(dtype) * math.prod(slot_shape(record.rule, row.spec.shape))
-        yield _Target(segments[of.segment], of.offset, nbytes, dtype, 0)
-
-
-class _Piece:
-    """Arrays of one dtype that follow each other in their segment, and in the value from byte ``start`` on."""
-
-    def __init__(self, first: _Target, start: int) -> None:
-        self._first = first
-        self._start = start
-        self._numbers: list[int] = []
-        #: The bytes of the arrays, with what lies between them.
-        self.nbytes = 0
-        self._room = 0
-
-    def takes(self, server: State, target: _Target) -> bool:
-        """Whether ``target`` begins where the piece ends. On a GPU each array has memory of its own."""
-        is_next = target.offset == self._first.offset + self._room and target.segment == self._first.segment
-        return is_next and not slabs.on_device(server, target.dtype, 1)
-
-    def add(self, target: _Target) -> None:
-        """Append a variable or slot."""
-        self.nbytes = self._room + target.nbytes
-        self._room += room_of(target.nbytes)
-        if target.number:
-            self._numbers.append(target.number)
-
-    def write(self, value: Array) -> Write:
-        """The operation that sets the piece."""
-        dtype = self._first.dtype
-        shape = (self.nbytes // item_nbytes(dtype),)
-        target = Array(dtype, shape, Location(self._first.segment, self._first.offset))
-        assert isinstance(value.place, Location)
-        source = Array(dtype, shape, Location(value.place.segment, value.place.offset + self._start))
-        return Write(target, "assign", None, (source,), variables=tuple(self._numbers))
+        spec, place = row.spec, row.place
+        if place.offset != end or place.segment != segment or is_apart:
+            finish()
+            segment, offset, dtype, changed = place.segment, place.offset, spec.dtype, []
+            is_apart = slabs.on_device(server, dtype, 1) > 0
+        changed.append(number)
+        last = place.offset + item_nbytes(dtype) * math.prod(spec.shape[:1] if is_rowwise else spec.shape)
+        end = place.offset + room_of(last - place.offset)
+    finish()
+    return found

@@ -15,7 +15,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.memory_plan import gradient_nbytes, room_of
 from cs_proto.messages import ReduceOpName, Variable, VariableSpec, WriteOp
-from cs_proto.records import replace
+from cs_proto.records import altered, replace
 from cs_proto.sizes import in_units
 from cs_server.engine.store import versions
 from cs_server.engine.store.index import base_of
@@ -195,11 +195,10 @@ def write(
     return Write(variable.array, op, reduce, tuple(sources), indices, (number,))
 
 
-def written(server: State, number: int, count: int = 1) -> int:
-    """``count`` writes were committed: count them, and return the variable's new version."""
+def written(server: State, number: int, count: int = 1) -> None:
+    """``count`` writes were committed: count them in the variable's version."""
     variable = row(server, number)
-    server.tables.variables[number] = replace(variable, version=variable.version + count)
-    return get(server, number).version
+    server.tables.variables[number] = altered(variable, version=variable.version + count)
 
 
 def row(server: State, number: int) -> Variable:

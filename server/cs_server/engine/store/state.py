@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cs_proto.frozen import frozen
-from cs_proto.messages import Error, RunId
+from cs_proto.messages import AssignAll, Error, RunId
 from cs_proto.pace import NAME_AFTER
-from cs_server.events import Command, Needed
+from cs_server.events import Command, Needed, Write
 
 from .address_budget import Addresses
 from .control_log import Control
@@ -51,12 +51,16 @@ class State:
     #: Of the last runs: why they are not captured, or that they are (:mod:`.reasons`). It is only counted, so a server
     #: that takes over need not know it.
     reasons: dict[RunId, int] = field(default_factory=dict)
+    #: The last AssignAll and its operations, which are asked for when it is checked and when it is committed. They
+    #: follow from the tables, because variables and slots do not move.
+    decided: tuple[AssignAll, tuple[Write, ...]] | None = None
 
     def rollback(self) -> None:
         """Drop the changes and the commands of the current event."""
         with self.index.rolled_back():
             self.tables.rollback()
         self.out.clear()
+        self.decided = None
 
 
 def opened(config: Config, control: Control) -> State:
