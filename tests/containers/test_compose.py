@@ -13,6 +13,8 @@ from tests.containers.conftest import COMPOSES, IMAGE, LOOK_EVERY, Project, Scri
 from tests.harness.processes import ROOT, run
 from tests.harness.timing import unit
 
+from central_storage.launch.cli import _parser
+
 pytestmark = pytest.mark.timeout(unit(240))
 
 Make = Callable[..., Project]
@@ -57,7 +59,7 @@ for number, (x, y) in enumerate(strategy.experimental_distribute_dataset(batches
 weights = b"".join(p.numpy().tobytes() for p in parameters)
 print(strategy.num_replicas_in_sync, hashlib.sha256(weights + repr(losses).encode()).hexdigest())
 """
-# How long what is told to end may take, seconds: 10 s, as docker-compose.yml says, on a machine of the usual speed.
+# How long what is told to end may take where nothing is saved, seconds: 10 s on a machine of the usual speed.
 GRACE = str(round(unit(10)))
 DIGITS = "/examples/digits.py"
 OBSERVE = """
@@ -137,6 +139,9 @@ def test_the_files_are_valid(project: Make, command: tuple[str, ...], overlays: 
     assert checked.stdout.count("network_mode: none") == (4 if overlays else 3)
     assert checked.stdout.count("pids_limit: 1024") == (4 if overlays else 3)
     assert checked.stdout.count("/tmp:noexec,nosuid,nodev") == (4 if overlays else 3)
+    graces = re.findall(r"stop_grace_period: (\d+)s", checked.stdout)
+    assert len(graces) == (4 if overlays else 3)
+    assert min(map(float, graces)) > _parser().get_default("stop_grace")
 
 
 def test_the_same_weights_as_outside_and_what_an_observer_sees(service: Project, weights: Callable[[int], str]) -> None:
