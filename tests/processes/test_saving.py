@@ -197,9 +197,43 @@ def test_the_end_of_the_script_waits_for_the_save(tmp_path: Path, how: str) -> N
     if how == "fails":
         assert ended.err.count("ckpt-1.safetensors") >= 2  # when it happened, and at the end
         assert "the script ends without the checkpoint" in ended.err
+        assert ended.code == 120
         return
     assert ended.code == (0 if how == "ends" else -signal.SIGINT)
     assert [path.name for path in directory.iterdir()] == ["ckpt-1.safetensors"]
+
+
+LAST = """
+import atexit, sys
+
+import central_storage as cs
+from central_storage.checkpoint import disk
+
+
+def refuse(*_):
+    raise OSError(28, "No space left on device")
+
+
+disk.write_at = refuse
+atexit.register(print, "a later handler")
+checkpoint = cs.train.Checkpoint(w=cs.Variable(1.0))
+manager = cs.train.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=1, if_save_fails=sys.argv[2])
+manager.save(options=cs.train.CheckpointOptions(enable_async=True))
+print("last words")
+"""
+
+
+@pytest.mark.parametrize(("policy", "code"), [("raise", 120), ("stop", 120), ("continue", 0)])
+def test_a_script_does_not_end_well_without_its_last_checkpoint(tmp_path: Path, policy: str, code: int) -> None:
+    script = tmp_path / "last.py"
+    script.write_text(LAST)
+    with start(script, tmp_path / "there", policy) as child:
+        ended = over(child)
+    assert ended.code == code, ended
+    assert "the script ends without the checkpoint" in ended.err
+    assert ("CheckpointSaveError" in ended.err) == bool(code)
+    assert "last words" in ended.out
+    assert "a later handler" in ended.out
 
 
 WAITS = """

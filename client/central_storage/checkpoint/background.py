@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from central_storage.core.public_objects import Closed
 from cs_proto.errors import InvalidArgumentError
@@ -79,6 +80,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._what = ""
         self._error: BaseException | None = None
+        #: Whether the script may end well although nobody has heard of an error.
+        self.may_fail = False
         _writers.add(self)
 
     def start(self, what: str, write: Callable[[], object]) -> None:
@@ -117,10 +120,30 @@ class Writer:
         if (thread := self._thread) is not None:
             thread.join()
 
-    def say_error(self) -> None:
-        """At the end of the script: log what nobody has heard."""
-        if self._error is not None:
-            _log.error("the script ends without the checkpoint %s: %s", self._what, self._error)
+    def say_error(self) -> BaseException | None:
+        """At the end of the script: log what nobody has heard, and return it if the script must not end well."""
+        if self._error is None:
+            return None
+        _log.error("the script ends without the checkpoint %s: %s", self._what, self._error)
+        return None if self.may_fail else self._error
+
+
+class _FailingOutput:
+    """Takes the place of stdout at the end of a script that must not end well. The interpreter flushes stdout last, and
+    only an error there still changes the exit code, to 120."""
+
+    def __init__(self, output: Any, error: BaseException) -> None:
+        self._output = output
+        self._error = error
+
+    def flush(self) -> None:
+        """Flush stdout, and raise the error."""
+        if self._output is not None:
+            self._output.flush()
+        raise self._error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
 
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -135,5 +158,6 @@ def finish_all() -> None:
 @atexit.register
 def _say_errors() -> None:
     """The interpreter has waited for all threads by now."""
-    for writer in list(_writers):
-        writer.say_error()
+    for error in [writer.say_error() for writer in list(_writers)]:
+        if error is not None:
+            sys.stdout = cast(Any, _FailingOutput(sys.stdout, error))

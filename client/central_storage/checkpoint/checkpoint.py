@@ -306,6 +306,10 @@ class Checkpoint(Walked):
         self._count = count
         then(path)
 
+    def _let_fail(self, may_fail: bool) -> None:
+        """Say whether the script may end well although the last save in a thread failed."""
+        self._writer.may_fail = may_fail
+
     def _objects(self) -> dict[str, Any]:
         # An attribute that was set later is one of the objects, too.
         return self._parts() | {name: value for name, value in vars(self).items() if not name.startswith("_")}

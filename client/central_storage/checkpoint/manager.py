@@ -123,6 +123,7 @@ class CheckpointManager(Closed):
         self._init_fn = init_fn
         self._skipped: dict[str, str] = {}
         self._failures = Failures(if_save_fails)
+        checkpoint._let_fail(if_save_fails == "continue")  # noqa: SLF001  (they are one thing)
         # The clock of the files, as that of what is compared with it: the time of the first checkpoint that is left.
         self._begun = min(map(changed_at, self._paths()), default=None)
         is_asked = every_steps is not None or every_seconds is not None or on_sigterm
