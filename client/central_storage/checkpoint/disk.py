@@ -29,7 +29,6 @@ __all__ = [
     "forget_cached",
     "free_nbytes",
     "is_removed",
-    "is_small",
     "link",
     "lock",
     "make_directory",
@@ -45,6 +44,7 @@ __all__ = [
     "room",
     "set_mode",
     "size_of",
+    "small_nbytes",
     "sync",
     "sync_directory",
     "write_at",
@@ -54,7 +54,7 @@ SUFFIX = ".safetensors"
 
 #: Bytes that are written or read at a time.
 PART = 16 << 20
-#: Arrays up to this size are written together, and read together where they follow each other.
+#: As :func:`small_nbytes`, which is never more than a part.
 SMALL = 1 << 20
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -236,9 +236,9 @@ def room(free: int | None) -> str:
     return "the free space is unknown" if free is None else f"{free}{in_units(free)} are free"
 
 
-def is_small(nbytes: int) -> bool:
-    """Whether arrays of this size are written and read together."""
-    return nbytes <= min(SMALL, PART)
+def small_nbytes() -> int:
+    """Arrays up to this size are written together, and read together where they follow each other."""
+    return min(SMALL, PART)
 
 
 def newest_in(directory: str) -> str:

@@ -6,14 +6,15 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from central_storage.core.backends import Strategy, Target
+from central_storage.core.backends import Column, Strategy
 from central_storage.core.handles import handle_id
 from central_storage.core.values import IndexedSlices
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
@@ -22,12 +23,17 @@ from central_storage.data.places import Place
 from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
+from cs_proto.arrays import dtype_name
 
 from . import disk
 from .file_format import Stored
+from .writing import Readable
 
 __all__ = [
+    "TOGETHER_NBYTES",
+    "Entries",
     "Entry",
+    "Named",
     "Setting",
     "of_average",
     "of_data",
@@ -42,8 +48,8 @@ __all__ = [
 
 _log = logging.getLogger("central_storage.saving")
 
-# A restore holds about so many bytes of values in memory.
-_TOGETHER_NBYTES = 32 << 20
+#: A restore holds about so many bytes of values in memory.
+TOGETHER_NBYTES = 32 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +66,8 @@ class Entry:
     misfit: str | None = None
     #: Whether it may have another length in the checkpoint, or be missing there.
     varies: bool = False
-    #: The variable or slot of a service that it is, which is read and set together with others.
-    target: Target | None = None
+    #: The large variable or slot of a service that it is, which is read and set as a column of one.
+    column: Column | None = None
     owner: Strategy | None = None
     #: Of the count of updates of a variable: whose, of which. Counts are set together.
     counted: tuple[Optimizer, Variable] | None = None
@@ -69,6 +75,80 @@ class Entry:
     read_rows: Callable[[int, int], Any] | None = None
     #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
     write_rows: Callable[[int, np.ndarray], object] | None = None
+
+
+class _Value(NamedTuple):
+    """A value of a column, as :class:`writing.Readable`."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    read_rows: None = None
+
+
+@dataclass(slots=True, eq=False)
+class Named:
+    """A column of a service, with the name of each value in the file."""
+
+    owner: Strategy
+    column: Column
+    keys: list[str]
+
+    def renamed(self, keys: Sequence[str | None]) -> Named:
+        """The values that have one of these names instead; those without one are left out."""
+        left = [place for place, key in enumerate(keys) if key is not None]
+        column = replace(
+            self.column,
+            numbers=[self.column.numbers[place] for place in left],
+            shapes=[self.column.shapes[place] for place in left],
+        )
+        return Named(self.owner, column, [key for key in keys if key is not None])
+
+
+class Entries:
+    """All arrays of a nest of objects. There may be thousands of small variables and slots, so they are columns."""
+
+    def __init__(self) -> None:
+        #: By name.
+        self.single: dict[str, Entry] = {}
+        #: The small variables and slots of services.
+        self.columns: list[Named] = []
+
+    def add(self, labelled: Iterable[tuple[str, Variable]]) -> None:
+        """Add variables by their names."""
+        limit = disk.small_nbytes()
+        kinds: dict[tuple[Strategy, np.dtype[Any]], list[tuple[str, Variable]]] = {}
+        for label, variable in labelled:
+            owner = variable.strategy
+            if owner is None or math.prod(variable.shape) * variable.dtype.itemsize > limit:
+                self.single[label] = of_variable(variable)
+            else:
+                kinds.setdefault((owner, variable.dtype), []).append((label, variable))
+        for (owner, dtype), each in kinds.items():
+            column = Column(0, "", dtype_name(dtype), [v.number for _, v in each], [v.shape for _, v in each])
+            self.columns.append(Named(owner, column, [label for label, _ in each]))
+
+    def add_slots(
+        self, optimizer: Optimizer, ways: Mapping[str, str], labelled: Iterable[tuple[str, Variable]]
+    ) -> None:
+        """Add slots of ``optimizer`` beside variables. ``ways`` has what stands before a label, by slot."""
+        limit = disk.small_nbytes()
+        kinds: dict[np.dtype[Any], tuple[list[str], list[int], list[tuple[int, ...]]]] = {}
+        owner, shape_of = optimizer.strategy, optimizer._slot_shape  # noqa: SLF001  (also where there is no slot yet)
+        for label, variable in labelled:
+            shape, dtype = shape_of(variable), variable.dtype
+            if owner is None or variable.strategy is not owner or math.prod(shape) * dtype.itemsize > limit:
+                self.single |= {f"{way}{label}": of_slot(optimizer, variable, slot) for slot, way in ways.items()}
+                continue
+            labels, numbers, shapes = kinds.setdefault(dtype, ([], [], []))
+            labels.append(label)
+            numbers.append(variable.number)
+            shapes.append(shape)
+        for slot, way in ways.items():
+            for dtype, (labels, numbers, shapes) in kinds.items():
+                assert owner is not None
+                column = Column(handle_id(optimizer)[1], slot, dtype_name(dtype), numbers, shapes)
+                self.columns.append(Named(owner, column, [f"{way}{label}" for label in labels]))
 
 
 def _together(*_: object) -> Any:
@@ -79,8 +159,8 @@ def of_variable(variable: Variable) -> Entry:
     if (owner := variable.strategy) is None:
         entry = Entry(variable.dtype, variable.shape, variable.current, variable.assign)
     else:
-        target = Target(variable.number)
-        entry = Entry(variable.dtype, variable.shape, _together, _together, target=target, owner=owner)
+        column = Column(0, "", dtype_name(variable.dtype), [variable.number], [variable.shape])
+        entry = Entry(variable.dtype, variable.shape, _together, _together, column=column, owner=owner)
     if variable.shape and math.prod(variable.shape) * variable.dtype.itemsize > disk.PART:
 
         def write_rows(first: int, rows: np.ndarray) -> None:
@@ -94,8 +174,8 @@ def of_variable(variable: Variable) -> Entry:
 def of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> Entry:
     shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
     if (owner := optimizer.strategy) is not None and owner is variable.strategy:
-        target = Target(variable.number, handle_id(optimizer)[1], slot)
-        return Entry(variable.dtype, shape, _together, _together, target=target, owner=owner)
+        column = Column(handle_id(optimizer)[1], slot, dtype_name(variable.dtype), [variable.number], [shape])
+        return Entry(variable.dtype, shape, _together, _together, column=column, owner=owner)
 
     def read() -> np.ndarray:
         return optimizer.slot_value(variable, slot)
@@ -248,74 +328,88 @@ def _fault_of_steps(value: np.ndarray) -> str | None:
     return "it is not the text of a JSON object of numbers of runs by function"
 
 
-def read_together(entries: dict[str, Entry], *, copied: bool) -> dict[str, Entry]:
-    """The entries, of which those of a service are read with a few questions: now if ``copied``, and else when they are
+def read_together(entries: Entries, *, copied: bool) -> dict[str, Readable]:
+    """All arrays by name. Those of a service are read with a few questions: now if ``copied``, and else when they are
     needed."""
-    by_owner: dict[Strategy, list[Entry]] = {}
-    for entry in entries.values():
-        if entry.owner is not None:
-            by_owner.setdefault(entry.owner, []).append(entry)
+    found: dict[str, Readable] = {}
+    by_owner: dict[Strategy, list[Named]] = {}
+    for each in entries.columns:
+        by_owner.setdefault(each.owner, []).append(each)
+    for key, entry in entries.single.items():
+        if entry.owner is not None and entry.column is not None:
+            by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
     for owner, own in by_owner.items():
-        targets = dict.fromkeys(entry.target for entry in own if entry.target is not None)
-        slots: dict[int, dict[int, None]] = {}
-        for target in targets:
-            if target.optimizer:
-                slots.setdefault(target.optimizer, {})[target.number] = None
-        numbers = [target.number for target in targets if not target.optimizer]
-        beside = {optimizer: list(each) for optimizer, each in slots.items()}
-        reading = owner.controller.read_all(numbers, beside, copied=copied)
-        for entry in own:
-            if entry.target is not None:
-                entry.read = reading[entry.target]
-    if copied:
-        for entry in entries.values():
+        reading = owner.controller.read_all([each.column for each in own], copied=copied)
+        for each, reads in zip(own, reading, strict=True):
+            dtype = np.dtype(each.column.dtype)
+            found |= dict(zip(each.keys, map(_Value, repeat(dtype), each.column.shapes, reads), strict=False))
+    for key, entry in entries.single.items():
+        if key in found:
+            entry.read = found[key].read
+        if copied:
             entry.read_rows = None
-            if entry.owner is None:
+            if entry.column is None:
                 entry.read = partial(np.asarray, np.array(entry.read()))
-    return entries
+    return {**found, **entries.single}
 
 
 class Setting:
-    """Sets entries, many together."""
+    """Sets entries and columns to the arrays of a file, many together."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Stored) -> None:
         #: How many have been set.
         self.count = 0
-        self._values: dict[Strategy, list[tuple[Target, np.ndarray]]] = {}
+        self._stored = stored
+        self._columns: dict[Strategy, list[tuple[Column, list[memoryview]]]] = {}
         self._counts: dict[Optimizer, dict[Variable, int]] = {}
         self._held = self._nbytes = 0
 
-    def set(self, entry: Entry, stored: Stored, key: str) -> None:
-        """Set an entry to the array ``key``, at the latest with :meth:`flush`.
+    def set_column(self, named: Named) -> None:
+        """Set a column, at the latest with :meth:`flush`. Raises CheckpointDamagedError if the file has changed."""
+        part, values = self._begin(named)
+        for place, value in self._stored.small(named.keys):
+            part.numbers.append(named.column.numbers[place])
+            part.shapes.append(named.column.shapes[place])
+            values.append(value)
+            self._held += 1
+            self._nbytes += len(value)
+            if self._nbytes > TOGETHER_NBYTES:
+                self.flush()
+                part, values = self._begin(named)
 
-        Raises CheckpointDamagedError if the file has changed.
-        """
+    def _begin(self, named: Named) -> tuple[Column, list[memoryview]]:
+        column, values = replace(named.column, numbers=[], shapes=[]), list[memoryview]()
+        self._columns.setdefault(named.owner, []).append((column, values))
+        return column, values
+
+    def set(self, entry: Entry, key: str) -> None:
+        """Set an entry to the array ``key``. Raises as :meth:`set_column`."""
         if entry.write_rows is not None:
-            for first, rows in stored.rows(key):
+            for first, rows in self._stored.rows(key):
                 entry.write_rows(first, rows)
             self.count += 1
             return
-        value = stored.array(key)
+        value = self._stored.array(key)
         if entry.counted is not None:
             optimizer, variable = entry.counted
             self._counts.setdefault(optimizer, {})[variable] = int(value)
-        elif entry.owner is not None and entry.target is not None:
-            self._values.setdefault(entry.owner, []).append((entry.target, value))
+        elif entry.owner is not None and entry.column is not None:
+            self._columns.setdefault(entry.owner, []).append((entry.column, [value.reshape(-1).view(np.uint8).data]))
             self._nbytes += value.nbytes
         else:
             entry.write(value)
             self.count += 1
             return
         self._held += 1
-        if self._nbytes > _TOGETHER_NBYTES:
+        if self._nbytes > TOGETHER_NBYTES:
             self.flush()
 
     def flush(self) -> None:
         """Set what has not been set yet."""
-        for owner, values in self._values.items():
-            owner.controller.assign_all(values)
+        for owner, columns in self._columns.items():
+            owner.controller.assign_all(columns)
         for optimizer, counts in self._counts.items():
             optimizer.set_steps(counts)
-        self._values, self._counts = {}, {}
+        self._columns, self._counts = {}, {}
         self.count += self._held
         self._held = self._nbytes = 0

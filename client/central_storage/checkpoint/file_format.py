@@ -13,9 +13,10 @@ import json
 import math
 import os
 import re
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,12 +37,11 @@ __all__ = [
     "Stored",
     "checksum",
     "header_of_format_2",
-    "place_in_header",
+    "places_of",
     "plain_header",
     "reading",
     "reading_plain",
     "sealed",
-    "text_of",
 ]
 
 # Goes up when a file changes in a way that an older reader cannot read. Format 1 has neither checksums nor a name.
@@ -62,6 +62,8 @@ _DTYPES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 _NAMES = {stored: name for name, stored in _DTYPES.items()}
+_NO_PLACE = "its header does not give the dtype, shape and place of {}"
+_IS_LITTLE = sys.byteorder == "little"
 _NUMBERED = re.compile(rf".*-\d+{re.escape(SUFFIX)}", re.DOTALL)
 
 
@@ -102,27 +104,40 @@ _FIELDS: Mapping[str, _Field] = {
 # --- the header ---------------------------------------------------------------------------------------------------
 
 
-def plain_header(arrays: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes:
-    """The header, with its length, of a safetensors file with arrays of these dtypes and shapes, in this order."""
-    places, end = {}, 0
-    for key, (dtype, shape) in arrays.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        places[key] = place_in_header(dtype, shape, begin, end)
-    text = json.dumps(places).encode()
+class Shaped(Protocol):
+    """An array that has a place in a header."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def plain_header(arrays: Mapping[str, Shaped]) -> bytes:
+    """The header, with its length, of a safetensors file with these arrays, in this order."""
+    text = f"{{{places_of(arrays)[0]}}}".encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def place_in_header(dtype: np.dtype[Any], shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
-    """What the header says of an array that takes the bytes from ``begin`` to ``end``."""
+def places_of(arrays: Mapping[str, Shaped]) -> tuple[str, int]:
+    """The places of arrays that follow each other in this order, as they stand in a header, and their bytes."""
+    texts: list[str] = []
+    kinds: dict[tuple[np.dtype[Any], tuple[int, ...]], tuple[str, int]] = {}
+    end = 0
+    for key, array in arrays.items():
+        dtype, shape = array.dtype, array.shape
+        if (kind := kinds.get((dtype, shape))) is None:
+            kind = kinds[dtype, shape] = _text_of(dtype, shape), math.prod(shape) * dtype.itemsize
+        begin, end = end, end + kind[1]
+        texts.append(f'{json.dumps(key)}: {{{kind[0]}, "data_offsets": [{begin}, {end}]}}')
+    return ", ".join(texts), end
+
+
+def _text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
     name = dtype_name(dtype)
     stored = [*shape, 2] if name in _PAIRS else list(shape)
-    return {"dtype": _PAIRS.get(name) or _DTYPES[name], "shape": stored, "data_offsets": [begin, end]}
-
-
-def text_of(places: Mapping[str, Mapping[str, Any]]) -> str:
-    """The places of arrays, as they stand in a header."""
-    return json.dumps(places)[1:-1]
+    return json.dumps({"dtype": _PAIRS.get(name) or _DTYPES[name], "shape": stored})[1:-1]
 
 
 def header_of_format_2(index: Mapping[str, Any], places: str) -> bytes:
@@ -167,14 +182,13 @@ def _damaged(path: str, what: str) -> CheckpointDamagedError:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-@frozen
-class _Place:
+class _Place(NamedTuple):
     """The place of an array in the file, with its dtype and shape."""
 
-    dtype: str
-    shape: tuple[int, ...]
     offset: int
     nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Stored:
@@ -187,26 +201,27 @@ class Stored:
         index: Mapping[str, Any],
         places: Mapping[str, _Place],
         advance: Callable[[int], None],
+        kept_nbytes: int = 0,
     ) -> None:
-        """``advance`` is told of the bytes that are read."""
+        """``advance`` is told of the bytes that are read. So many bytes of small arrays are kept when they are checked,
+        and not read again."""
         self._path = path
         self._file = file
         self._places = places
         self._advance = advance
+        self._kept_nbytes = kept_nbytes
+        self._kept: dict[str, memoryview] = {}
         #: The checksums of the pieces of each array that has several, once it has been checked.
         self._of_pieces: dict[str, list[str]] = {}
-        # What has been read ahead, from where on, and where the last read ended.
-        self._ahead, self._ahead_at, self._read_to = np.empty(0, np.uint8), 0, -1
-        self._end = max((place.offset + place.nbytes for place in places.values()), default=0)
         self.index = index
         self.keys: frozenset[str] = frozenset(places)
 
-    def fault(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
+    def fault(self, key: str, dtype: str, shape: tuple[int, ...]) -> str | None:
         """The error text if the array ``key`` has another dtype or shape, else None."""
-        place = self._places[key]
-        if (place.dtype, place.shape) == (dtype_name(dtype), shape):
+        _, _, stored, of = self._places[key]
+        if stored == dtype and of == shape:
             return None
-        return f"{key} is {place.dtype}{list(place.shape)} in the checkpoint, but {dtype}{list(shape)} here"
+        return f"{key} is {stored}{list(of)} in the checkpoint, but {dtype}{list(shape)} here"
 
     def facts(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """The dtype, the shape and the bytes of each array, in the order of the file."""
@@ -224,21 +239,23 @@ class Stored:
         if "checksums" in index:
             index["checksums"] = {names[key]: value for key, value in index["checksums"].items()}
         places = {names[key]: place for key, place in self._places.items()}
-        return Stored(self._path, self._file, index, places, self._advance)
+        return Stored(self._path, self._file, index, places, self._advance, self._kept_nbytes)
 
     def verify(self) -> None:
         """Check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
-        for key in self._places:
-            self.check(key)
-        self._ahead = np.empty(0, np.uint8)  # the file is read again
+        limit = disk.small_nbytes()
+        small = [key for key, place in self._places.items() if place.nbytes <= limit]
+        left = self._kept_nbytes
+        for at, value in self.small(small):
+            left -= len(value)
+            if left >= 0:
+                self._kept[small[at]] = value
+        for key, place in self._places.items():
+            if place.nbytes > limit:
+                self.check(key)
 
     def check(self, key: str) -> None:
         """Read and check the array ``key``, with memory for a piece of it. Raises as :meth:`verify`."""
-        if disk.is_small((place := self._places[key]).nbytes):
-            of_all = checksum(self._small(place))
-            self._require(key, of_all)
-            self._of_pieces[key] = [of_all]
-            return
         found, pieces = 0, []
         for _, data in self._pieces(key):
             found = zlib.crc32(data.data, found)
@@ -249,26 +266,32 @@ class Stored:
     def array(self, key: str) -> np.ndarray:
         """The array ``key``. The returned bytes themselves have been checked. Raises as :meth:`verify`."""
         place = self._places[key]
-        if disk.is_small(place.nbytes):
-            data = self._small(place)
-        else:
-            data = np.empty(place.nbytes, np.uint8)
-            _read_at(self._path, self._file, data.data, place.offset)
-            self._advance(place.nbytes)
+        data = self._read(place.offset, place.nbytes)
         self._require(key, checksum(data))
-        found = self._native(place, data, place.shape)
-        return found if found.flags.aligned else found.copy()
+        return self._native(place, data, place.shape)
 
-    def _small(self, place: _Place) -> np.ndarray:
-        """The bytes of a small array. Where such arrays are read one after the other, many are read at once."""
-        start = place.offset - self._ahead_at
-        if start < 0 or start + place.nbytes > len(self._ahead):
-            count = min(disk.SMALL, self._end - place.offset) if place.offset == self._read_to else place.nbytes
-            self._ahead, self._ahead_at, start = np.empty(max(count, place.nbytes), np.uint8), place.offset, 0
-            _read_at(self._path, self._file, self._ahead.data, place.offset)
-        self._read_to = place.offset + place.nbytes
-        self._advance(place.nbytes)
-        return self._ahead[start : start + place.nbytes]
+    def small(self, keys: Sequence[str]) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of small arrays, in the machine's order, each with its place in ``keys``; in any order. Those that
+        follow each other are read together. The bytes have been checked. Raises as :meth:`verify`."""
+        kept = [self._kept.pop(key, None) for key in keys] if self._kept else [None] * len(keys)
+        yield from ((at, value) for at, value in enumerate(kept) if value is not None)
+        places = [self._places[key] for key in keys]
+        expected, crc32 = self.index.get("checksums"), zlib.crc32
+        for group in _groups(places, [at for at, value in enumerate(kept) if value is None]):
+            begin, (last, nbytes, _, _) = places[group[0]].offset, places[group[-1]]
+            data = self._read(begin, last + nbytes - begin).data
+            for at in group:
+                offset, nbytes, _, _ = place = places[at]
+                value = data[offset - begin : offset - begin + nbytes]
+                if expected is not None and (found := f"{crc32(value):08x}") != expected[keys[at]]:
+                    self._require(keys[at], found)
+                yield at, value if _IS_LITTLE else self._native(place, np.asarray(value), place.shape).data.cast("B")
+
+    def _read(self, offset: int, nbytes: int) -> np.ndarray:
+        data = np.empty(nbytes, np.uint8)
+        _read_at(self._path, self._file, data.data, offset)
+        self._advance(nbytes)
+        return data
 
     def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
         """The array ``key`` in pieces of whole rows: the number of the first row, and the rows, which are valid until
@@ -304,10 +327,29 @@ class Stored:
             _require_checksum(self._path, key, found, self.index["checksums"][key])
 
 
+def _groups(places: Sequence[_Place], numbers: Iterable[int]) -> Iterator[list[int]]:
+    """These places, by number and in the order in which they lie, in groups that lie side by side and are small
+    together."""
+    group: list[int] = []
+    begin = end = -1
+    limit = disk.small_nbytes()
+    for at in sorted(numbers, key=places.__getitem__):
+        offset, nbytes, _, _ = places[at]
+        if offset != end or offset + nbytes - begin > limit:
+            if group:
+                yield group
+            group, begin = [], offset
+        group.append(at)
+        end = offset + nbytes
+    if group:
+        yield group
+
+
 @contextlib.contextmanager
-def reading(path: str, doing: str = "restoring", *, from_disk: bool = False) -> Iterator[Stored]:
+def reading(path: str, doing: str = "restoring", *, from_disk: bool = False, kept_nbytes: int = 0) -> Iterator[Stored]:
     """Open a checkpoint and check its header and index. The same open file is read until the end, whatever ``path``
     names meanwhile. A bar says what the caller is ``doing``. ``from_disk``: not what the system still has in memory.
+    ``kept_nbytes``: as for :class:`Stored`.
 
     Raises CheckpointError if there is none or this version does not read its format, CheckpointDamagedError if it is
     damaged or renamed, OSError if the file system refuses.
@@ -316,7 +358,7 @@ def reading(path: str, doing: str = "restoring", *, from_disk: bool = False) -> 
         index, places = _parsed(path, header, 8 + len(header), size)
         twice = 2 * sum(place.nbytes for place in places.values())  # to check all, and to set all
         with automatic(f"{doing} {os.path.basename(path)}", twice, "B") as advance:
-            yield Stored(path, file, index, places, advance)
+            yield Stored(path, file, index, places, advance, kept_nbytes)
 
 
 @contextlib.contextmanager
@@ -419,14 +461,13 @@ def _places(
     path: str, entries: Mapping[str, Any], complex_: Mapping[str, str], begin: int, end: int
 ) -> dict[str, _Place]:
     """The places of the arrays, which fill the file from ``begin`` to ``end``."""
-    places = {key: _place(path, key, entry, complex_.get(key), begin) for key, entry in entries.items()}
+    kinds: dict[str, _Kind] = {}
+    places = {key: _place(path, key, entry, complex_.get(key), begin, kinds) for key, entry in entries.items()}
     at = begin
-    for key, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if place.offset != at:
-            raise _damaged(
-                path, f"{key} begins at byte {place.offset - begin} of the arrays, but must begin at {at - begin}"
-            )
-        at += place.nbytes
+    for (offset, nbytes, _, _), key in sorted(zip(places.values(), places, strict=True)):
+        if offset != at:
+            raise _damaged(path, f"{key} begins at byte {offset - begin} of the arrays, but must begin at {at - begin}")
+        at += nbytes
     if at != end:
         raise _damaged(path, f"its arrays take {at - begin} bytes, but the file has {end - begin} for them")
     return places
@@ -454,29 +495,43 @@ def _check_index(path: str, index: Mapping[str, Any]) -> None:
         raise _damaged(path, f"its index has no field {lacking[0]!r}")
 
 
-def _place(path: str, key: str, entry: Any, complex_: str | None, begin: int) -> _Place:
-    """The place of an array according to ``entry`` of the header, which counts from ``begin``."""
+class _Kind(NamedTuple):
+    """A dtype and a shape in a header, as NumPy has them; ``nbytes`` is -1 for a dtype that NumPy lacks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def _place(path: str, key: str, entry: Any, complex_: str | None, begin: int, kinds: dict[str, _Kind]) -> _Place:
+    """The place of an array according to ``entry`` of the header, which counts from ``begin``. ``kinds`` keeps what has
+    been checked."""
     entry = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (entry.get(name) for name in ("dtype", "shape", "data_offsets"))
-    if not (
-        isinstance(dtype, str)
-        and isinstance(shape, list)
-        and all(map(_is_count, shape))
-        and isinstance(offsets, list)
-        and len(offsets) == 2
-        and all(map(_is_count, offsets))
-        and offsets[0] <= offsets[1]
-    ):
-        raise _damaged(path, f"its header does not give the dtype, shape and place of {key}")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    text = f"{dtype!r}{shape!r}{complex_!r}"
+    kind = kinds.get(text) or _kind(path, key, dtype, shape, complex_)
+    kinds[text] = kind
+    if not (isinstance(offsets, list) and len(offsets) == 2 and type(offsets[0]) is type(offsets[1]) is int):
+        raise _damaged(path, _NO_PLACE.format(key))
+    first, last = offsets
+    if not 0 <= first <= last:
+        raise _damaged(path, _NO_PLACE.format(key))
+    if kind.nbytes >= 0 and last - first != kind.nbytes:
+        raise _damaged(path, f"{key} has {last - first} bytes, which does not match {_NAMES[dtype]}{shape}")
+    return _Place(begin + first, last - first, kind.dtype, kind.shape)
+
+
+def _kind(path: str, key: str, dtype: Any, shape: Any, complex_: str | None) -> _Kind:
+    """The dtype and shape of an array according to the header, and to the index if it is ``complex_``."""
+    if not (isinstance(dtype, str) and isinstance(shape, list) and all(map(_is_count, shape))):
+        raise _damaged(path, _NO_PLACE.format(key))
     name = _NAMES.get(dtype, dtype)
-    nbytes = offsets[1] - offsets[0]
-    if dtype in _NAMES and math.prod(shape) * np.dtype(name).itemsize != nbytes:
-        raise _damaged(path, f"{key} has {nbytes} bytes, which does not match {name}{shape}")
-    if complex_ is not None:
-        if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
-            raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
-        name, shape = complex_, shape[:-1]
-    return _Place(name, tuple(shape), begin + offsets[0], nbytes)
+    nbytes = math.prod(shape) * np.dtype(name).itemsize if dtype in _NAMES else -1
+    if complex_ is None:
+        return _Kind(name, tuple(shape), nbytes)
+    if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
+        raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
+    return _Kind(complex_, tuple(shape[:-1]), nbytes)
 
 
 def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:

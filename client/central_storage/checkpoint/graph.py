@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -31,6 +31,7 @@ from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
+from cs_proto.arrays import dtype_name
 from cs_proto.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -40,16 +41,17 @@ from cs_proto.errors import (
 )
 
 from .entries import (
+    TOGETHER_NBYTES,
+    Entries,
     Entry,
+    Named,
     Setting,
     of_average,
     of_data,
     of_optimizer,
-    of_slot,
     of_steps,
     of_strategy,
     of_sum,
-    of_variable,
     read_together,
 )
 from .file_format import SUFFIX, Stored, reading
@@ -113,41 +115,42 @@ class _Found:
         }
         return others | {ways[0]: variable for variable, ways in self.variables.items()}
 
-    def _slots_of(self, optimizer: Optimizer) -> list[tuple[Variable, str]]:
-        """As ``Optimizer.slots``, which asks the server for all variables."""
-        if optimizer.strategy is None:
-            return optimizer.slots()
-        known = {variable.number: variable for variable in self.variables if variable.strategy is optimizer.strategy}
-        numbers = optimizer.strategy.controller.slotted(handle_id(optimizer)[1])
-        if not known.keys() >= set(numbers):
-            return optimizer.slots()
-        return [(known[number], slot) for number in numbers for slot in optimizer.slot_names]
+    def _slotted(self, optimizer: Optimizer) -> list[tuple[str, Variable]]:
+        """The variables beside which an optimizer has slots, with their labels. Unlike ``Optimizer.slots`` it does not
+        ask the server for all variables."""
+        if optimizer.strategy is not None:
+            known = {each.number: each for each in self.variables if each.strategy is optimizer.strategy}
+            numbers = optimizer.strategy.controller.slotted(handle_id(optimizer)[1])
+            if known.keys() >= set(numbers):
+                return [(self.variables[known[number]][0], known[number]) for number in numbers]
+        found = dict.fromkeys(variable for variable, _ in optimizer.slots())
+        return [(self.label(variable), variable) for variable in found]
 
     def strategies(self) -> list[Strategy]:
         owners: list[Any] = [*self.variables, *self.optimizers, *self.averages, *self.accumulators]
         return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
 
-    def entries(self) -> dict[str, Entry]:
-        """Every entry, by its path."""
-        found = {ways[0]: of_variable(variable) for variable, ways in self.variables.items()}
+    def entries(self) -> Entries:
+        """All arrays."""
+        found = Entries()
+        single = found.single
+        found.add((ways[0], variable) for variable, ways in self.variables.items())
         for optimizer, way in self.optimizers.items():
-            found |= of_optimizer(optimizer, way)
-            for variable, slot in self._slots_of(optimizer):
-                found[f"{way}/{slot}/{self.label(variable)}"] = of_slot(optimizer, variable, slot)
+            single |= of_optimizer(optimizer, way)
+            found.add_slots(optimizer, _ways_of(optimizer, way), self._slotted(optimizer))
             counted = optimizer.counted()
             for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
-                found[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
+                single[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
         for average, way in self.averages.items():
-            for variable, shadow in average.averages():
-                found[f"{way}/{self.label(variable)}"] = of_variable(shadow)
+            found.add((f"{way}/{self.label(variable)}", shadow) for variable, shadow in average.averages())
         for accumulator, way in self.accumulators.items():
-            found |= {f"{way}/{name}": of_variable(variable) for name, variable in accumulator.sums()}
+            found.add((f"{way}/{name}", variable) for name, variable in accumulator.sums())
         # Iterators come first: if the iterator of a data set is given, too, the data set has the position of the
         # iterator.
         for data, way in (*self.iterators.items(), *self.data.items()):
-            found |= of_data(data, way)
+            single |= of_data(data, way)
         for number, strategy in enumerate(self.strategies()):
-            found |= of_strategy(strategy, f"{_STRATEGY}{number or ''}")
+            single |= of_strategy(strategy, f"{_STRATEGY}{number or ''}")
         return found
 
     def prefixes(self) -> list[str]:
@@ -155,31 +158,44 @@ class _Found:
         slots = [f"{way}/{slot}/" for each, way in self.optimizers.items() for slot in (*each.slot_names, _STEPS)]
         return ["", *slots, *(f"{way}/" for way in self.averages.values())]
 
-    def to_be_made(self, keys: Iterable[str]) -> dict[str, Entry]:
-        """The entries among ``keys`` that do not exist yet and are made by setting them: slots, averages and sums of
+    def to_be_made(self, keys: Iterable[str]) -> Entries:
+        """The arrays among ``keys`` that do not exist yet and are made by setting them: slots, averages and sums of
         gradients."""
+        found = Entries()
         if not (keys := list(keys)):
-            return {}
+            return found
         labels = self.labels()
-        found = {}
-        for key in keys:
-            for optimizer, way in self.optimizers.items():
-                for slot in optimizer.slot_names:
-                    if (variable := _behind(f"{way}/{slot}/", key, labels)) is not None:
-                        found[key] = of_slot(optimizer, variable, slot)
-                variable = _behind(f"{way}/{_STEPS}/", key, labels)
-                if variable is not None and optimizer.counts_by_variable:
-                    found[key] = of_steps(optimizer, variable, 0)
-            for average, way in self.averages.items():
-                if (variable := _behind(f"{way}/", key, labels)) is not None:
-                    found[key] = of_average(average, variable)
-            for accumulator, way in self.accumulators.items():
+        for optimizer, way in self.optimizers.items():
+            for slot, before in _ways_of(optimizer, way).items():
+                found.add_slots(optimizer, {slot: before}, _behind(before, keys, labels))
+            if optimizer.counts_by_variable:
+                for label, variable in _behind(f"{way}/{_STEPS}/", keys, labels):
+                    found.single[f"{way}/{_STEPS}/{label}"] = of_steps(optimizer, variable, 0)
+        for average, way in self.averages.items():
+            for label, variable in _behind(f"{way}/", keys, labels):
+                found.single[f"{way}/{label}"] = of_average(average, variable)
+        for accumulator, way in self.accumulators.items():
+            for key in keys:
                 name = key.removeprefix(f"{way}/")
                 if name != key and accumulator.is_name(name):
-                    found[key] = of_sum(accumulator, name)
+                    found.single[key] = of_sum(accumulator, name)
         return found
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles, which would look at the objects for thousands of arrays again and again. As a
+    decorator it ends when they are gone."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     """Write all values of ``objects``, and the fields ``more`` of the index, to ``path``, atomically. An existing file
     is replaced.
@@ -190,6 +206,7 @@ def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None
         replace(path, entries, index)
 
 
+@_uncollected()
 def save_next(
     path_of: Callable[[int], str],
     next_number: Callable[[], int],
@@ -205,16 +222,17 @@ def save_next(
 @contextlib.contextmanager
 def _all_of(
     objects: Mapping[str, Any], more: Mapping[str, Any], *, copied: bool = False
-) -> Iterator[tuple[dict[str, Entry], dict[str, Any]]]:
-    """All entries to save, as of one moment, and the index. If not ``copied``, the values must be read in the block."""
+) -> Iterator[tuple[dict[str, Readable], dict[str, Any]]]:
+    """All arrays to save, as of one moment, and the index. If not ``copied``, the values must be read in the block."""
     _refuse_in_replica("saved")
     opening.before_save()
     found = _find(objects)
-    with _held(found.strategies()), _uncollected():
+    with _held(found.strategies()):
         other_ways = {way: ways[0] for ways in found.variables.values() for way in ways[1:]}
         yield read_together(found.entries(), copied=copied), {"also": other_ways, **more}
 
 
+@_uncollected()
 def copies(objects: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[Mapping[str, Readable], dict[str, Any]]:
     """Copies of all values of ``objects``, as of one moment, and the index: what :func:`replace` and :func:`add` of
     ``writing`` write. Raises ContextError in a replica."""
@@ -237,6 +255,7 @@ def check(path: str) -> None:
         stored.verify()
 
 
+@_uncollected()
 def restore(
     path: str, objects: Mapping[str, Any], *, strict: bool, renamed: Mapping[str, str] | None = None
 ) -> tuple[Status, Mapping[str, Any]]:
@@ -253,56 +272,95 @@ def restore(
     found = _find(objects)
     for strategy in found.strategies():
         require_cross_replica(strategy, "restoring a checkpoint")
-    with reading(path) as opened, _held(found.strategies()), _uncollected():
+    with reading(path, kept_nbytes=TOGETHER_NBYTES) as opened, _held(found.strategies()):
         stored = opened if not renamed else with_names(path, opened, renamed, found.prefixes())
-        also = stored.index["also"]
-        ways = {ways[0]: ways for ways in found.variables.values()}
-        planned, missing = [], []
-        for name, entry in found.entries().items():
-            keys = [also.get(way, way) for way in ways.get(name, [name])]
-            there = next((key for key in keys if key in stored.keys), None)
-            if there is None:
-                if not name.startswith(_STRATEGY) and not entry.varies:
-                    missing.append(name)
-                elif name.endswith("/steps") and f"{_STRATEGY}/seed" in stored.keys:
-                    _log.warning(
-                        "an older version saved %s, which did not count the runs of each function; random numbers "
-                        "continue from the runs that this strategy has counted",
-                        path,
-                    )
-            else:
-                planned.append((there, entry))
-        taken = {key for key, _ in planned}
+        plan, missing = _planned(path, found, stored)
         # First the entries that take memory, because there may be too little.
-        planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
-        unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        wrong = [
-            fault
-            for key, entry in planned
-            if not entry.varies and (fault := stored.fault(key, entry.dtype, entry.shape))
-        ]
-        if wrong:
+        plan = plan.after(found.to_be_made(stored.keys - plan.names()))
+        used = plan.names()
+        unused = {key for key in stored.keys - used if not key.startswith(_STRATEGY)}
+        if wrong := plan.faults(stored):
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
             raise CheckpointMismatchError(f"{path}: {difference(missing, unused)}. Nothing was restored")
         stored.verify()
-        for key, entry in planned:
+        for key, entry in plan.single:
             if why := entry.misfit or (entry.fault and entry.fault(stored.array(key))):
                 raise CheckpointError(f"{path} does not fit: {key}: {why}. Nothing was restored")
-        _set(path, stored, planned)
-    return Status(path, missing, unused, sum(not key.startswith(_STRATEGY) for key, _ in planned)), stored.index
+        _set(path, stored, plan)
+        matched = len(used) - sum(key.startswith(_STRATEGY) for key, _ in plan.single)
+        return Status(path, missing, unused, matched), stored.index
 
 
-def _set(path: str, stored: Stored, planned: Sequence[tuple[str, Entry]]) -> None:
-    setting = Setting()
-    for key, entry in planned:
-        try:
-            setting.set(entry, stored, key)
-        except CheckpointDamagedError as error:
-            raise CheckpointDamagedError(
-                f"{path} changed while it was being read, after {setting.count} of {len(planned)} arrays were set; "
-                "restore another checkpoint to set all of them"
-            ) from error
+@dataclass
+class _Plan:
+    """What is set: entries and columns, by the names of their arrays in the file."""
+
+    columns: list[Named]
+    single: list[tuple[str, Entry]]
+
+    def names(self) -> set[str]:
+        """The names in the file."""
+        return {key for key, _ in self.single}.union(*(each.keys for each in self.columns))
+
+    def after(self, first: Entries) -> _Plan:
+        """The plan to set ``first``, and then what this one sets."""
+        return _Plan([*first.columns, *self.columns], [*first.single.items(), *self.single])
+
+    def faults(self, stored: Stored) -> list[str]:
+        """What has another dtype or shape in the file."""
+        found = [
+            stored.fault(key, each.column.dtype, shape)
+            for each in self.columns
+            for key, shape in zip(each.keys, each.column.shapes, strict=True)
+        ]
+        found += [
+            stored.fault(key, dtype_name(entry.dtype), entry.shape) for key, entry in self.single if not entry.varies
+        ]
+        return [fault for fault in found if fault]
+
+
+def _planned(path: str, found: _Found, stored: Stored) -> tuple[_Plan, list[str]]:
+    """What both the objects and the file have, and the names that the file lacks."""
+    also = stored.index["also"]
+    ways = {ways[0]: ways for ways in found.variables.values()}
+
+    def key_of(name: str) -> str | None:
+        keys = (also.get(way, way) for way in ways.get(name, [name]))
+        return next((key for key in keys if key in stored.keys), None)
+
+    plan, missing = _Plan([], []), []
+    entries = found.entries()
+    for each in entries.columns:
+        keys = [name if name in stored.keys else key_of(name) for name in each.keys]
+        missing += [name for name, key in zip(each.keys, keys, strict=True) if key is None]
+        plan.columns.append(each.renamed(keys))
+    for name, entry in entries.single.items():
+        if (there := key_of(name)) is not None:
+            plan.single.append((there, entry))
+        elif not name.startswith(_STRATEGY) and not entry.varies:
+            missing.append(name)
+        elif name.endswith("/steps") and f"{_STRATEGY}/seed" in stored.keys:
+            _log.warning(
+                "an older version saved %s, which did not count the runs of each function; random numbers "
+                "continue from the runs that this strategy has counted",
+                path,
+            )
+    return plan, missing
+
+
+def _set(path: str, stored: Stored, plan: _Plan) -> None:
+    setting = Setting(stored)
+    try:
+        for each in plan.columns:
+            setting.set_column(each)
+        for key, entry in plan.single:
+            setting.set(entry, key)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(
+            f"{path} changed while it was being read, after {setting.count} of {len(plan.names())} arrays were set; "
+            "restore another checkpoint to set all of them"
+        ) from error
     setting.flush()
 
 
@@ -350,8 +408,15 @@ def _find(objects: Mapping[str, Any]) -> _Found:
     return found
 
 
-def _behind(prefix: str, key: str, labels: Mapping[str, Variable]) -> Variable | None:
-    return labels.get(key[len(prefix) :]) if key.startswith(prefix) else None
+def _ways_of(optimizer: Optimizer, way: str) -> dict[str, str]:
+    """What stands before the label of a variable in the name of each slot."""
+    return {slot: f"{way}/{slot}/" for slot in optimizer.slot_names}
+
+
+def _behind(prefix: str, keys: Iterable[str], labels: Mapping[str, Variable]) -> list[tuple[str, Variable]]:
+    """The labels that stand behind ``prefix`` in ``keys``, with their variables."""
+    rests = (key[len(prefix) :] for key in keys if key.startswith(prefix))
+    return [(rest, labels[rest]) for rest in rests if rest in labels]
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -414,18 +479,6 @@ def _held(strategies: Iterable[Strategy]) -> Iterator[None]:
         for strategy in strategies:
             stack.enter_context(strategy.controller.exclusively())
         yield
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles, which would look at the objects for thousands of arrays again and again."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 def _refuse_in_replica(what: str) -> None:

@@ -14,6 +14,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ def import_checkpoint(source: str | os.PathLike[str], save_path: str | os.PathLi
     suffix = os.path.splitext(path)[1]
     if suffix == disk.SUFFIX:
         with reading_plain(path) as stored:
-            return _save(wanted, {key: _of_stored(path, stored, key) for key in stored.keys})
+            return _save(wanted, {key: _of_stored(path, stored, key, *fact) for key, fact in stored.facts().items()})
     if suffix != ".npz":
         raise InvalidArgumentError(
             f"{path} must end in {disk.SUFFIX} or .npz; of a file of torch make one: "
@@ -139,8 +140,7 @@ def _save(path: str, arrays: Mapping[str, _Array]) -> list[str]:
     return sorted(arrays)
 
 
-def _of_stored(path: str, stored: Stored, key: str) -> _Array:
-    dtype, shape, _ = stored.facts()[key]
+def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int, ...], _: int) -> _Array:
     try:
         return _Array(np.dtype(dtype), shape, lambda: stored.array(key))
     except TypeError as error:
@@ -242,8 +242,8 @@ def _new_file(path: str, needed: int) -> Iterator[_Sink]:
 
 def _write_safetensors(stored: Stored, names: Sequence[str], sink: _Sink) -> None:
     facts = stored.facts()
-    arrays = {name: (np.dtype(facts[name][0]), facts[name][1]) for name in names}
-    names = sorted(names, key=lambda name: -arrays[name][0].itemsize)  # so that each array is aligned
+    arrays = {name: _Array(np.dtype(facts[name][0]), facts[name][1], partial(stored.array, name)) for name in names}
+    names = sorted(names, key=lambda name: -arrays[name].dtype.itemsize)  # so that each array is aligned
     sink.write(plain_header({name: arrays[name] for name in names}))
     for name in names:
         for data in stored.pieces(name):

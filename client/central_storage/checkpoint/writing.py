@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from cs_proto.sizes import in_units
 from cs_runtime.failpoints import failpoint
 
 from . import disk
-from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, header_of_format_2, place_in_header, sealed, text_of
+from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, Shaped, header_of_format_2, places_of, sealed
 
 __all__ = ["Readable", "add", "explained", "next_of", "open_draft", "replace"]
 
@@ -36,13 +37,10 @@ _ROOM = 32
 _DRAFT = re.compile(r".+\.(safetensors|npz|pt)\.[0-9a-f]{16}\.draft")
 
 
-class Readable(Protocol):
-    """An array to write: ``read`` returns a value that converts to an array of this dtype and shape."""
+class Readable(Shaped, Protocol):
+    """An array to write: ``read`` returns a value that converts to an array of this dtype and shape, or a memoryview of
+    its bytes in the machine's order."""
 
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
     @property
     def read(self) -> Callable[[], Any]: ...
     @property
@@ -119,12 +117,8 @@ class _Draft:
         # Wide dtypes first, so that each array is aligned.
         self._arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
         self._checksums = dict.fromkeys(self._arrays, NO_CHECKSUM)
-        places: dict[str, dict[str, Any]] = {}
-        end = 0
-        for key, array in self._arrays.items():
-            begin, end = end, end + _nbytes(array)
-            places[key] = place_in_header(array.dtype, array.shape, begin, end)
-        self._places = text_of(places)
+        #: The bytes of the arrays.
+        self._places, self.content_nbytes = places_of(self._arrays)
         # The checksums are known only after the arrays are written, so the header is written last, and has room to
         # grow.
         self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
@@ -133,32 +127,31 @@ class _Draft:
                 f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, but a header "
                 f"has at most {LONGEST_HEADER} bytes; save the objects in several checkpoints"
             )
-        #: The bytes of the arrays.
-        self.content_nbytes = end
-        self._nbytes = 8 + self._header_nbytes + end
+        self._nbytes = 8 + self._header_nbytes + self.content_nbytes
         with self.explained():
             self.name, self._file, self._mode = open_draft(path)
 
     def write_arrays(self, advance: Callable[[int], None]) -> None:
         """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
-        offset, small = 8 + self._header_nbytes, bytearray()
+        offset, small, held = 8 + self._header_nbytes, list[memoryview](), 0
+        limit = disk.small_nbytes()
         for key, source in self._arrays.items():
             found = 0
             for values in _in_pieces(source):
-                data = np.ascontiguousarray(values, source.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-                found = zlib.crc32(data.data, found)
-                is_small = disk.is_small(data.nbytes)
-                if small and not (is_small and disk.is_small(len(small))):
-                    offset, small = self._write(small, offset, advance), bytearray()
-                if is_small:
-                    small += data.data
+                data = _little_endian(values, source.dtype)
+                found, nbytes = zlib.crc32(data, found), len(data)
+                if held + nbytes > disk.PART or nbytes > limit:
+                    offset = self._write(b"".join(small), offset, advance)
+                    small, held = [], 0
+                if nbytes <= limit:
+                    small.append(data)
+                    held += nbytes
                 else:
-                    offset = self._write(data.data, offset, advance)
+                    offset = self._write(data, offset, advance)
             self._checksums[key] = f"{found:08x}"
-        if small:
-            self._write(small, offset, advance)
+        self._write(b"".join(small), offset, advance)
 
-    def _write(self, data: bytearray | memoryview, offset: int, advance: Callable[[int], None]) -> int:
+    def _write(self, data: bytes | memoryview, offset: int, advance: Callable[[int], None]) -> int:
         with self.explained():
             return disk.write_at(self._file, memoryview(data), offset, advance)
 
@@ -207,6 +200,15 @@ def explained(path: str, directory: str, needed: int) -> Iterator[None]:
         need = f"the checkpoint needs {needed} bytes{in_units(needed)}"
         text = f"{error.strerror}; {need}, {disk.room(free)}; {remedy}"
         raise CheckpointSaveError(error.errno, text, path, needed_nbytes=needed, free_nbytes=free) from error
+
+
+def _little_endian(values: Any, dtype: np.dtype[Any]) -> memoryview:
+    """The bytes of a value that was read, in the order of the file."""
+    if type(values) is memoryview:  # bytes in the machine's order
+        if sys.byteorder == "little":
+            return values
+        values = np.frombuffer(values, dtype)
+    return np.ascontiguousarray(values, dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 
 def _in_pieces(source: Readable) -> Iterator[Any]:

@@ -5,6 +5,7 @@ It implements :class:`~central_storage.core.backends.ControllerBackend`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, deque
@@ -15,12 +16,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, Target, Values, assign_each, every, is_zero
+from central_storage.core.backends import Carriage, Column, Values, assign_each, every, is_zero
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
-from cs_proto.arithmetic.optimizers import slot_shape
+from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import INLINE_NBYTES, Array, Location, item_nbytes
 from cs_proto.errors import ReplicaLostError, ShutdownError
@@ -30,7 +31,7 @@ from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
-from .bulk_values import LARGE_NBYTES, Place, image, in_parts, readers
+from .bulk_values import LARGE_NBYTES, Place, Sent, image, in_parts, readers
 from .input_segment import InputSegment
 from .runs import Runs
 from .session import Session, Threads, wait_until_serving
@@ -217,7 +218,7 @@ class ServiceLink:
             inline = self._inline(value)
             request = messages.Create(self._client, self._number(), spec, inline)
             record = self._ask(request, messages.Created).variable
-            self._places[record.number] = _place_of(record.number, record.array)
+            self._places[record.number] = _place_of(record.array)
             if inline is None and not is_zero(value):
                 try:
                     self._assign(record.number, "assign", value)
@@ -316,22 +317,36 @@ class ServiceLink:
             request = messages.AssignSlot(self._client, self._number(), optimizer, variable, slot, placed)
             self._ask(request, messages.Done)
 
-    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
-        """The values of many variables and slots: one question, and one for each optimizer. They are of one moment,
-        because the lock is held and no run is under way."""
+    def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
+        """The values of columns: one question, and one for each optimizer. They are of one moment, because the lock is
+        held and no run is under way."""
         with self._operation():
+            beside: dict[int, dict[int, None]] = {}
+            for each in columns:
+                beside.setdefault(each.optimizer, {}).update(dict.fromkeys(each.numbers))
+            optimizers = tuple(beside.keys() - {0})
             # The server answers when nothing is half written, also one that has taken the place of another.
-            described = self._ask(messages.Describe(self._number(), (), tuple(slots)), messages.Described)
-            self._learn_places({*numbers, *(number for beside in slots.values() for number in beside)})
-            places = [self._places[number] for number in numbers]
-            for optimizer in described.optimizers:
-                places += self._slot_places(optimizer, slots[optimizer.number])
-            return readers(places, self._session.lifeline.segment, copied=copied)
+            described = self._ask(messages.Describe(self._number(), (), optimizers), messages.Described)
+            self._learn_places(number for numbers in beside.values() for number in numbers)
+            segments = {optimizer: self._slot_segments(optimizer, tuple(beside[optimizer])) for optimizer in optimizers}
+            rowwise = {record.number for record in described.optimizers if record.rule in ROWWISE}
+            places: list[Place] = []
+            for each in columns:
+                own = [self._places[number] for number in each.numbers]
+                if each.optimizer:
+                    own = _slot_places(each, own, segments[each.optimizer], each.optimizer in rowwise)
+                places += own
+            found = iter(readers(places, self._session.lifeline.segment, copied=copied))
+            return [list(itertools.islice(found, len(each.numbers))) for each in columns]
 
-    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
-        """Set many variables and slots: small ones together, large ones one after the other."""
-        small = [each for each in values if each[1].nbytes <= LARGE_NBYTES]
-        assign_each(self, [each for each in values if each[1].nbytes > LARGE_NBYTES])
+    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
+        """Set columns: small values together, large ones one after the other."""
+        small = []
+        for column, values in columns:
+            if max(map(len, values), default=0) > LARGE_NBYTES:
+                assign_each(self, [(column, values)])
+            else:
+                small.append((column, values))
         for part in in_parts(small):
             with self._operation():
                 self._assign_part(part)
@@ -435,36 +450,29 @@ class ServiceLink:
     def _learn_places(self, numbers: Iterable[int]) -> None:
         if missing := tuple(number for number in numbers if number not in self._places):
             got = self._ask(messages.Get(self._number(), missing, (), False), messages.Got)
-            self._places |= {n: _place_of(n, array) for n, array in zip(missing, got.arrays, strict=True)}
+            self._places |= {n: _place_of(array) for n, array in zip(missing, got.arrays, strict=True)}
 
-    def _slot_places(self, optimizer: messages.Optimizer, beside: Sequence[int]) -> Iterator[Place]:
-        """Where the slots of an optimizer lie. Each begins where its variable does, in a segment for each slab, so the
-        server names those of one variable of each slab. For slots on a GPU it is asked for all, and brings them to the
-        machine's memory."""
-        variables = {number: self._places[number] for number in beside}
-        one_of = {place.segment: number for number, place in variables.items()}
-        asked = tuple(beside if self.parameter_device.startswith("gpu") else one_of.values())
-        request = messages.DescribeSlots(self._number(), optimizer.number, asked[0], asked[1:])
-        found = self._ask(request, messages.Slots)
+    def _slot_segments(self, optimizer: int, beside: tuple[int, ...]) -> dict[tuple[str, str], str]:
+        """The segment of each slot beside the variables of each segment. The server names those of one variable of
+        each. For slots on a GPU it is asked for all, and brings them to the machine's memory."""
+        one_of = {self._places[number].segment: number for number in beside}
+        asked = beside if self.parameter_device.startswith("gpu") else tuple(one_of.values())
+        found = self._ask(messages.DescribeSlots(self._number(), optimizer, asked[0], asked[1:]), messages.Slots)
         count = len(found.names)
-        slots = {number: found.arrays[place * count :][:count] for place, number in enumerate(asked)}
-        segments = {slab: [_segment(array) for array in slots[number]] for slab, number in one_of.items()}
-        for number, (_, slab, offset, nbytes, dtype, of) in variables.items():
-            shape = slot_shape(optimizer.rule, of)
-            count = nbytes if shape == of else item_nbytes(dtype) * math.prod(shape)
-            for slot, segment in zip(found.names, segments[slab], strict=True):
-                yield Place(Target(number, optimizer.number, slot), segment, offset, count, dtype, shape)
+        first = {number: place * count for place, number in enumerate(asked)}
+        return {
+            (slot, segment): _segment(found.arrays[first[number] + place])
+            for segment, number in one_of.items()
+            for place, slot in enumerate(found.names)
+        }
 
-    def _assign_part(self, part: Sequence[tuple[Target, np.ndarray]]) -> None:
-        variables = tuple(target.number for target, _ in part if not target.optimizer)
-        slots: dict[tuple[int, str], list[int]] = {}
-        for target, _ in part[len(variables) :]:
-            slots.setdefault((target.optimizer, target.slot), []).append(target.number)
+    def _assign_part(self, part: Sequence[Sent]) -> None:
+        variables = tuple(number for sent in part if not sent.optimizer for number in sent.numbers)
+        slots = tuple((sent.optimizer, sent.slot, sent.numbers) for sent in part if sent.optimizer)
         mark = self._session.arena.mark()
         try:
             placed = self._session.arena.put("uint8", image(part))
-            named = tuple((*key, tuple(numbers)) for key, numbers in slots.items())
-            self._ask(messages.AssignAll(self._client, self._number(), variables, named, placed), messages.Done)
+            self._ask(messages.AssignAll(self._client, self._number(), variables, slots, placed), messages.Done)
         finally:
             self._session.arena.release(mark)
 
@@ -543,10 +551,24 @@ class ServiceLink:
             self._free_forgotten()
 
 
-def _place_of(number: int, array: Array) -> Place:
+def _place_of(array: Array) -> Place:
     assert isinstance(array.place, Location)
     nbytes = item_nbytes(array.dtype) * math.prod(array.shape)
-    return Place(Target(number), array.place.segment, array.place.offset, nbytes, array.dtype, array.shape)
+    return Place(array.place.segment, array.place.offset, nbytes)
+
+
+def _slot_places(
+    slots: Column, beside: Sequence[Place], segments: Mapping[tuple[str, str], str], is_rowwise: bool
+) -> list[Place]:
+    """Where slots lie: each begins where its variable does."""
+    sizes = [place.nbytes for place in beside]
+    if is_rowwise:
+        itemsize = item_nbytes(slots.dtype)
+        sizes = [itemsize * math.prod(shape) for shape in slots.shapes]
+    return [
+        Place(segments[slots.slot, place.segment], place.offset, nbytes)
+        for place, nbytes in zip(beside, sizes, strict=True)
+    ]
 
 
 def _segment(array: Array) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from cs_proto.arithmetic.optimizers import SLOTS
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.errors import ShutdownError
 from cs_proto.messages import (
@@ -37,13 +37,13 @@ from .variable_sets import Numbers, VariableSets
 
 __all__ = [
     "Carriage",
+    "Column",
     "Combining",
     "ControllerBackend",
     "Group",
     "ReplicaBackend",
     "ServiceBackend",
     "Strategy",
-    "Target",
     "Values",
     "assign_each",
     "every",
@@ -75,16 +75,20 @@ class Group(NamedTuple):
     sparse: Sequence[tuple[np.ndarray, np.ndarray, int]]
 
 
-class Target(NamedTuple):
-    """A variable that is written, or a slot that ``optimizer`` has beside it (0: the variable itself)."""
+@dataclass(slots=True)
+class Column:
+    """Variables, or the slots called ``slot`` that ``optimizer`` has beside them (0: the variables themselves), all of
+    one dtype, with the shape of each. They are read and written together."""
 
-    number: int
-    optimizer: int = 0
-    slot: str = ""
+    optimizer: int
+    slot: str
+    dtype: str
+    numbers: list[int] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
 
 
-Values: TypeAlias = "Mapping[Target, Callable[[], np.ndarray]]"
-"""How each of these variables and slots is read."""
+Values: TypeAlias = "list[list[Callable[[], Any]]]"
+"""For each column how each of its values is read: as an array, or as its bytes in the machine's order."""
 
 
 class Combining(NamedTuple):
@@ -322,14 +326,13 @@ class ControllerBackend(_Catalogue, Protocol):
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
 
-    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
-        """The values of variables, and of the slots that these optimizers have beside these variables, as of one
-        moment: nobody runs or writes meanwhile (:meth:`exclusively`). ``copied``: they are copies that may be kept;
-        otherwise each is valid until the next operation."""
+    def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
+        """The values of columns, as of one moment: nobody runs or writes meanwhile (:meth:`exclusively`). ``copied``:
+        they are copies that may be kept; otherwise each is valid until the next operation."""
 
-    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
-        """Set many variables and slots, each to a value of its shape and dtype, in a few requests. Missing slots are
-        made."""
+    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
+        """Set columns to values of their dtype and shapes, as bytes in the machine's order, in a few requests. Missing
+        slots are made."""
 
     @property
     def seed(self) -> int:
@@ -379,24 +382,26 @@ class ServiceBackend(ControllerBackend, Protocol):
         time."""
 
 
-def read_each(
-    backend: ControllerBackend, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool
-) -> Values:
+def read_each(backend: ControllerBackend, columns: Sequence[Column], *, copied: bool) -> Values:
     """:meth:`ControllerBackend.read_all` by one question for each value."""
-    found: dict[Target, Callable[[], np.ndarray]] = {Target(each): partial(backend.read, each) for each in numbers}
-    for optimizer, beside in slots.items():
-        for slot in SLOTS[backend.optimizer(optimizer).rule]:
-            found |= {Target(each, optimizer, slot): partial(backend.slot, optimizer, each, slot) for each in beside}
-    return {target: partial(np.asarray, read()) for target, read in found.items()} if copied else found
+    found: Values = [
+        [partial(backend.slot, each.optimizer, number, each.slot) for number in each.numbers]
+        if each.optimizer
+        else [partial(backend.read, number) for number in each.numbers]
+        for each in columns
+    ]
+    return [[partial(np.asarray, read()) for read in each] for each in found] if copied else found
 
 
-def assign_each(backend: ControllerBackend, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+def assign_each(backend: ControllerBackend, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
     """:meth:`ControllerBackend.assign_all` by one request for each value."""
-    for target, value in values:
-        if target.optimizer:
-            backend.assign_slot(target.optimizer, target.number, target.slot, value)
-        else:
-            backend.write(target.number, "assign", value, None, "")
+    for column, values in columns:
+        for number, shape, data in zip(column.numbers, column.shapes, values, strict=True):
+            value = np.ndarray(shape, column.dtype, data)
+            if column.optimizer:
+                backend.assign_slot(column.optimizer, number, column.slot, value)
+            else:
+                backend.write(number, "assign", value, None, "")
 
 
 def every(array: np.ndarray, most: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, Target, Values, assign_each, every, is_zero, read_each
+from central_storage.core.backends import Carriage, Column, Values, assign_each, every, is_zero, read_each
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.function import Function, Pickled
@@ -300,13 +300,13 @@ class PlanningLink:
         """The counts of updates that a script has set, by variable."""
         return {variable: self._counts.get((optimizer, variable), 0) for variable in self.slotted(optimizer)}
 
-    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
+    def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
         """The values of many variables and slots, which are asked for one after the other."""
-        return read_each(self, numbers, slots, copied=copied)
+        return read_each(self, columns, copied=copied)
 
-    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
         """Set many variables and slots, one after the other."""
-        assign_each(self, values)
+        assign_each(self, columns)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

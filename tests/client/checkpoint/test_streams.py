@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from central_storage.checkpoint import disk, entries, file_format, graph
+from central_storage.checkpoint import disk, entries, file_format
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint
 from central_storage.variables.variable import Variable
@@ -55,7 +55,7 @@ def test_the_memory_of_a_save_and_of_a_restore(
     assert max(saving, restoring, exporting) < 8 * PART
     assert (restored.table.numpy() == checkpoint.table.numpy()).all()
     # Without pieces, this test would notice.
-    monkeypatch.setattr(graph, "of_variable", lambda v: entries.Entry(v.dtype, v.shape, v.current, v.assign))
+    monkeypatch.setattr(entries, "of_variable", lambda v: entries.Entry(v.dtype, v.shape, v.current, v.assign))
     assert traced(lambda: checkpoint.write(path)) > TABLE / 2
     assert traced(lambda: restored.read(path).assert_consumed()) > TABLE / 2
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core import context
-from central_storage.core.backends import Carriage, Target, Values, assign_each, every, read_each
+from central_storage.core.backends import Carriage, Column, Values, assign_each, every, read_each
 from central_storage.core.pipeline import Series
 from central_storage.core.values import regroup, select_replica, shared_parts
 from central_storage.pickling.function import Function, Pickled
@@ -248,13 +248,13 @@ class MergeController:
             finally:
                 self._arena.release(mark)
 
-    def read_all(self, numbers: Sequence[int], slots: Mapping[int, Sequence[int]], *, copied: bool) -> Values:
+    def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
         """The values of many variables and slots, which are asked for one after the other."""
-        return read_each(self, numbers, slots, copied=copied)
+        return read_each(self, columns, copied=copied)
 
-    def assign_all(self, values: Sequence[tuple[Target, np.ndarray]]) -> None:
+    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
         """Set many variables and slots, one after the other."""
-        assign_each(self, values)
+        assign_each(self, columns)
 
     def variable(self, number: int) -> messages.Variable:
         """The variable's record as it stands."""
