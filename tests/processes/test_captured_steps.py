@@ -145,10 +145,10 @@ def asked(strategy: cs.CentralStorageStrategy, epochs: int, lookahead: int | Non
 @pytest.mark.parametrize("mailboxes", ["on", "off"])
 def test_replicas_combine_values(mailboxes: str, lookahead: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
-        expected = asked(strategy, 15, lookahead)
+        expected = asked(strategy, 8, lookahead)
     monkeypatch.setenv("CS_MAILBOXES", mailboxes)
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
-        assert asked(strategy, 15, lookahead) == expected
+        assert asked(strategy, 8, lookahead) == expected
         counters = strategy.statistics()
     assert counters.captured >= 0.98 * counters.runs, counters.uncaptured
 
