@@ -66,7 +66,7 @@ def outcomes(*processes: subprocess.Popen[str], said: str = "") -> list[tuple[in
     try:
         results = []
         for process in processes:
-            output, complaint = process.communicate(timeout=unit(50))
+            output, complaint = process.communicate(timeout=unit(150))
             assert process.returncode == 0, complaint
             assert said in complaint
             results.append(tuple(json.loads(output)))
