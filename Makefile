@@ -51,7 +51,7 @@ lock:  ## write requirements-dev.lock anew, for every Python and machine; needs 
 check: $(VENV)/.installed-dev  ## style, types, contracts, and the quick tests that start no service: a minute and a half
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
 
-test: $(VENV)/.installed-dev  ## check, the long tests, and the tests of the whole system: about thirteen minutes
+test: $(VENV)/.installed-dev  ## check, the long tests, and the tests of the whole system: below twenty minutes
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop ray soak" CHOSEN=--hypothesis-profile=sample
 
 test-slow: $(VENV)/.installed-dev  ## the slow tests: programs in threads and on stand-in GPUs, a death at every event, ...
