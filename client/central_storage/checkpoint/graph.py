@@ -49,6 +49,7 @@ from .entries import (
     of_average,
     of_data,
     of_optimizer,
+    of_slot,
     of_steps,
     of_strategy,
     of_sum,
@@ -115,14 +116,13 @@ class _Found:
         }
         return others | {ways[0]: variable for variable, ways in self.variables.items()}
 
-    def _slotted(self, optimizer: Optimizer) -> list[tuple[str, Variable]]:
-        """The variables beside which an optimizer has slots, with their labels. Unlike ``Optimizer.slots`` it does not
-        ask the server for all variables."""
-        if optimizer.strategy is not None:
-            known = {each.number: each for each in self.variables if each.strategy is optimizer.strategy}
-            numbers = optimizer.strategy.controller.slotted(handle_id(optimizer)[1])
-            if known.keys() >= set(numbers):
-                return [(self.variables[known[number]][0], known[number]) for number in numbers]
+    def _slotted(self, optimizer: Optimizer, strategy: Strategy) -> list[tuple[str, Variable]]:
+        """The variables beside which an optimizer of ``strategy`` has slots, with their labels. Unlike
+        ``Optimizer.slots`` it does not ask the server for all variables."""
+        known = {each.number: each for each in self.variables if each.strategy is strategy}
+        numbers = strategy.controller.slotted(handle_id(optimizer)[1])
+        if known.keys() >= set(numbers):
+            return [(self.variables[known[number]][0], known[number]) for number in numbers]
         found = dict.fromkeys(variable for variable, _ in optimizer.slots())
         return [(self.label(variable), variable) for variable in found]
 
@@ -137,7 +137,11 @@ class _Found:
         found.add((ways[0], variable) for variable, ways in self.variables.items())
         for optimizer, way in self.optimizers.items():
             single |= of_optimizer(optimizer, way)
-            found.add_slots(optimizer, _ways_of(optimizer, way), self._slotted(optimizer))
+            if optimizer.strategy is None:  # it has only the slots that were set
+                for variable, slot in optimizer.slots():
+                    single[f"{way}/{slot}/{self.label(variable)}"] = of_slot(optimizer, variable, slot)
+            else:
+                found.add_slots(optimizer, _ways_of(optimizer, way), self._slotted(optimizer, optimizer.strategy))
             counted = optimizer.counted()
             for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
                 single[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)

@@ -47,7 +47,7 @@ from cs_proto.messages import (
     Shutdown,
     StartFailed,
 )
-from cs_runtime import open_files
+from cs_runtime import logs, open_files
 
 NONE = Recovery(max_restarts=0)
 MAKE = packet(MakeSegment("parameters/float32", 1 << 20, "w0"))
@@ -57,6 +57,13 @@ descriptor = socket.recv_fds(link, 1 << 17, 1)[1][0]
 memory = mmap.mmap(descriptor, 1 << 20)
 memory[:5] = b"whole"
 """
+
+
+@pytest.fixture(autouse=True)
+def every_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No complaint is left out because tests that follow each other make more than ten in a second."""
+    monkeypatch.setattr(logs, "_OF_A_PEER", 1000)
+    monkeypatch.setattr(logs, "_OF_ALL", 1000)
 
 
 def ask(client: Client, request: MakeSegment | OpenSegment) -> Segment | SegmentRefused:
