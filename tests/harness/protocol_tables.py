@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS
 from cs_proto.errors import CODES, ReplicaError
-from cs_proto.messages import Number
+from cs_proto.messages import Number, Point, ReadPoint
 from cs_proto.records import RECORDS, Count, Finite, NotNegative, Record, Seconds
 
 from .processes import ROOT
@@ -26,7 +26,14 @@ DOCUMENT = ROOT / "docs" / "protocol.md"
 
 _SIMPLE = {bool: "bool", str: "str", bytes: "bin", type(None): "nil"}
 # What section 2 of the document tells.
-_NAMED = {Count: "count", Number: "number", Finite: "float", NotNegative: "float >= 0", Seconds: "seconds"}
+_NAMED = {
+    Count: "count",
+    Number: "number",
+    Finite: "float",
+    NotNegative: "float >= 0",
+    Seconds: "seconds",
+    Point | ReadPoint: "point",
+}
 _CODES_IN_ROW = 12
 _GROUPS = [
     (1, 9, "Data inside messages"),
@@ -131,7 +138,7 @@ def _type(hint: Any) -> str:
         return _NAMED[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return f"{arguments[1].least}..{_short(arguments[1].most)}"
+        return f"{_short(arguments[1].least)}..{_short(arguments[1].most)}"
     if origin is Literal:
         return " / ".join(f'"{argument}"' for argument in arguments)
     if origin is tuple and arguments[1:] == (Ellipsis,):
@@ -145,6 +152,8 @@ def _type(hint: Any) -> str:
 
 
 def _short(number: int) -> str:
+    if number < -1 and (least := (-number).bit_length() - 1) > 20 and -number == 1 << least:
+        return f"-2^{least}"
     bits = (number + 1).bit_length() - 1
     return f"2^{bits} - 1" if bits > 20 and number + 1 == 1 << bits else str(number)
 

@@ -245,7 +245,7 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics: the server's counters.
+    """Reply to Statistics.
 
     They are the result of ``strategy.statistics()``. ``uptime`` is in seconds. ``replicas`` has the counts of each
     replica. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of all slots.

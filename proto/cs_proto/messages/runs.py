@@ -15,15 +15,10 @@ from cs_proto.descriptors import Array
 from cs_proto.records import Count, Frame, Range, Record, Seconds, record, shown
 
 from .points import (
-    ApplyPoint,
-    AssignPoint,
-    CreatePoint,
-    GatherPoint,
-    MergeCallPoint,
     Note,
     OptimizerChange,
+    Point,
     ReadPoint,
-    ReducePoint,
 )
 from .shared import (
     Error,
@@ -137,7 +132,7 @@ class Ask(OfStep):
     replica: Replica
     incarnation: Incarnation
     notes: tuple[Note, ...]
-    point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
+    point: Point | ReadPoint
     series: Count = 0
     client: str = ""
     preserved: bool = False

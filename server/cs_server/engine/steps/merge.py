@@ -25,13 +25,14 @@ from cs_proto.messages import (
     Error,
     GatherPoint,
     MergeCallPoint,
+    Point,
     ReadPoint,
     ReduceOpName,
     ReducePoint,
     VariableSpec,
 )
 from cs_proto.records import Frame
-from cs_server.engine.store.tables import Failure, Point, ReplicaProgress
+from cs_server.engine.store.tables import Failure, ReplicaProgress
 
 #: The code of the error of a replica in which a variable was written in place.
 WRITTEN = code_of(VariableWrittenError)

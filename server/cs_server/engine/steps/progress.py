@@ -24,6 +24,7 @@ from cs_proto.messages import (
     GatherPoint,
     MergeCallPoint,
     OptimizerUpdate,
+    Point,
     PointFailed,
     Preserve,
     ReadPoint,
@@ -36,7 +37,7 @@ from cs_proto.records import replace
 from cs_server.engine import sessions
 from cs_server.engine.catalogue import optimizers, updates, variables
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import Computation, Failure, Job, Point, ReplicaProgress, RunState, SlotFill
+from cs_server.engine.store.tables import Computation, Failure, Job, ReplicaProgress, RunState, SlotFill
 from cs_server.events import Apply, Compute, Computed, Send, Write
 
 from . import commits, merge, replay_check, runs

@@ -19,6 +19,7 @@ from cs_proto.messages import (
     GatherPoint,
     MergeCallPoint,
     OptimizerUpdate,
+    Point,
     ReducePoint,
     RunId,
     Value,
@@ -27,7 +28,7 @@ from cs_proto.messages import (
 from cs_proto.records import replace
 from cs_server.engine.catalogue import updates
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import Check, Digest, Point
+from cs_server.engine.store.tables import Check, Digest
 from cs_server.events import Fingerprint, Fingerprinted
 
 from . import merge

@@ -14,6 +14,7 @@ from cs_proto.messages import (
     AssignPoint,
     MergeCallReturn,
     Note,
+    Point,
     PointFailed,
     Preserve,
     ReadPoint,
@@ -26,7 +27,7 @@ from cs_proto.records import replace
 from cs_server.engine import sessions
 from cs_server.engine.catalogue import variables
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import Failure, Point, ReplicaProgress
+from cs_server.engine.store.tables import Failure, ReplicaProgress
 from cs_server.events import Log, Send
 
 from . import commits, endings, merge, replay_check, runs

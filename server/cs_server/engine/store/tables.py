@@ -18,31 +18,26 @@ from cs_proto import codec
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import (
     Accepted,
-    ApplyPoint,
     Assign,
     AssignAll,
-    AssignPoint,
     AssignSlot,
     Configure,
     Create,
     Created,
     CreatedInRun,
-    CreatePoint,
     DescribeSlots,
     Died,
     Done,
     Error,
     Free,
-    GatherPoint,
     Get,
     Hello,
-    MergeCallPoint,
     MergeCallReturn,
     Optimizer,
+    Point,
     PointFailed,
     ReadPoint,
     Reduced,
-    ReducePoint,
     Refused,
     Return,
     RunId,
@@ -315,7 +310,6 @@ class CapturedStep(_Row):
     account: int = 0
 
 
-Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
 Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
 
