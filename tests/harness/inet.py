@@ -53,6 +53,13 @@ class Watch:
             raise RuntimeError(f"tests.harness.inet has ended with code {self._process.returncode}")
         return (self._process.stdout.read() or b"").decode().splitlines()
 
+    def wait(self, timeout: float) -> bool:
+        """Whether a socket is found within ``timeout`` seconds that :meth:`found` has not told yet."""
+        assert self._process.stdout is not None
+        poller = select.poll()
+        poller.register(self._process.stdout.fileno(), select.POLLIN)
+        return bool(poller.poll(timeout * 1000))
+
     def close(self) -> None:
         """End the process. Idempotent."""
         self._process.communicate()
