@@ -73,6 +73,7 @@ BROKEN = {
     "torch-layers": ("client/central_storage/torch/parameters.py", "import central_storage.torch.step"),
     "planning-layers": ("client/central_storage/planning/plan.py", "import central_storage.planning.link"),
     "ctl-layers": ("client/central_storage/ctl/services.py", "import central_storage.ctl.commands.ls"),
+    "cluster-layers": ("client/central_storage/cluster/ranges.py", "import central_storage.cluster.mirror"),
     "exporter-layers": (
         "client/central_storage/exporter/endpoint.py",
         "import central_storage.exporter.__main__",
@@ -97,6 +98,7 @@ EXHAUSTIVE = {
     "cs_worker.session",
     "cs_worker.execution",
     "central_storage",
+    "central_storage.cluster",
     "central_storage.controller",
     "central_storage.ctl",
     "central_storage.exporter",
@@ -296,6 +298,9 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
             "zmq",
             {
                 "central_storage.aio",
+                "central_storage.cluster.link",
+                "central_storage.cluster.sockets",
+                "central_storage.cluster.stand_in",
                 "central_storage.gateway.relay",
                 "cs_runtime.transport.admission",
                 "cs_runtime.transport.channel",

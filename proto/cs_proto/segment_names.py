@@ -19,6 +19,7 @@ __all__ = [
     "inputs",
     "is_device_gradients",
     "is_parameters",
+    "is_sparse",
     "is_times",
     "parameters",
     "server_arena",
@@ -57,6 +58,12 @@ def parameters(slab: str) -> str:
 def is_parameters(name: str) -> bool:
     """Whether the segment called ``name`` holds the variables of a slab."""
     return name.startswith("parameters/")
+
+
+def is_sparse(name: str) -> bool:
+    """Whether the segment called ``name`` holds a slab of sparse variables, or slots of them."""
+    kind, *rest = name.split("/")
+    return (kind, rest[:1]) == ("parameters", ["sparse"]) or (kind, rest[2:3]) == ("slots", ["sparse"])
 
 
 def slots(optimizer: int, slot: str, slab: str) -> str:

@@ -45,6 +45,7 @@ _GROUPS = [
     (90, 109, "Controller to worker"),
     (110, 139, "The supervisor's socket"),
     (140, 149, "Requests of the server"),
+    (150, 159, "The link to a worker on another machine"),
 ]
 
 

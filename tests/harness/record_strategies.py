@@ -25,6 +25,7 @@ from cs_proto.messages import (
     AssignAll,
     Counters,
     DevicePlace,
+    Envelope,
     ExtendSegment,
     Fetch,
     Joined,
@@ -80,6 +81,7 @@ _FIELDS: Mapping[str, st.SearchStrategy[Any]] = {
     "lookahead": st.integers(0, MOST_AHEAD),
     "later": st.sampled_from([0, 0, 3]),
     "digest": st.binary(min_size=16, max_size=16),
+    "session": st.binary(min_size=16, max_size=16),
     "held": st.lists(st.integers(0, 1 << 30), max_size=4, unique=True).map(
         lambda drawn: tuple((page << 12, (page + 1) << 12) for page in sorted(drawn))
     ),
@@ -218,9 +220,19 @@ def _joined() -> st.SearchStrategy[Any]:
     return st.integers(1, 1 << 10).flatmap(of)
 
 
+def _envelopes() -> st.SearchStrategy[Any]:
+    def holding(name: bytes, number: int, heard: int, pieces: list[tuple[bytes | Frame, int]]) -> Envelope:
+        ends = bytes(end for _, end in pieces)
+        return Envelope(name, number if pieces else 0, heard, ends, tuple(piece for piece, _ in pieces))
+
+    pieces = st.lists(st.tuples(st.one_of(_SCALARS[bytes], _SCALARS[Frame]), st.integers(0, 2)), max_size=4)
+    return st.builds(holding, _FIELDS["session"], NUMBERS, COUNTS, pieces)
+
+
 _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     Counters: lambda: _built(Counters, run=COUNTS),  # a number, while others name a run by its path
     Array: lambda: st.one_of(ARRAYS_INLINE, ARRAYS_IN_SEGMENTS),
+    Envelope: _envelopes,
     Joined: _joined,
     Location: lambda: st.builds(Location, SEGMENTS, st.integers(0, 1 << 50)),
     VariableSpec: lambda: _built(

@@ -19,6 +19,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.processes import Child, run, start
+from tests.harness.proxies import proxied
 from tests.harness.record_strategies import records
 from tests.harness.services import connected
 from tests.harness.timing import unit
@@ -295,60 +296,6 @@ def test_another_role_and_another_protocol_are_refused(service: Service, keys: s
             assert said in answer.error.message
 
 
-@contextmanager
-def proxied(address: str) -> Iterator[tuple[str, Callable[[], None], Callable[[bool], None]]]:
-    """An address whose connections lead to ``address``; what cuts them; and what holds all bytes back while true."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    listener = socket.create_server(("127.0.0.1", 0))
-    links: list[socket.socket] = []
-    threads: list[threading.Thread] = []
-    flows = threading.Event()
-    flows.set()
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while piece := source.recv(65536):
-                flows.wait()
-                sink.sendall(piece)
-        for each in (source, sink):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                near = listener.accept()[0]
-                far = socket.create_connection((host, int(port)))
-                links.extend((near, far))
-                for pair in ((near, far), (far, near)):
-                    threads.append(threading.Thread(target=pump, args=pair))
-                    threads[-1].start()
-
-    def cut() -> None:
-        for link in links:
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-
-    acceptor = threading.Thread(target=accept)
-    acceptor.start()
-    try:
-        yield (
-            f"tcp://127.0.0.1:{listener.getsockname()[1]}",
-            cut,
-            lambda holds: flows.clear() if holds else flows.set(),
-        )
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        acceptor.join()
-        flows.set()
-        cut()
-        for thread in threads:
-            thread.join()
-        for link in links:
-            link.close()
-
-
 def test_a_connection_that_is_cut_or_held_up(service: Service, keys: str) -> None:
     with proxied(service.address) as (address, cut, hold), cs.connect(address, unit(30), keys=keys) as observer:
         for _ in range(5):
@@ -513,5 +460,8 @@ def test_the_command_that_makes_keys(tmp_path: Path) -> None:
     names = ("service.key", "service.key_secret", "observer.key", "observer.key_secret")
     assert made == [f"{tmp_path}/keys/{name}" for name in names]
     assert run("cs-launch", "keys", tmp_path / "keys", "--observer", "ann").ok().lines[0].endswith("observer-ann.key")
+    assert run("cs-launch", "keys", tmp_path / "keys", "--worker", "n1").ok().lines[0].endswith("worker-n1.key")
     refused = run("cs-launch", "keys", tmp_path / "keys")
     assert (refused.code, "is there already" in refused.err) == (2, True)
+    refused = run("cs-launch", "keys", tmp_path / "keys", "--worker", "n2", "--observer", "eve")
+    assert (refused.code, "not allowed with argument" in refused.err) == (2, True)

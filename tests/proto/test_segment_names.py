@@ -373,3 +373,18 @@ def is_mapped(address: int) -> bool:
     with open("/proc/self/maps") as maps:
         bounds = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps]
     return any(start <= address < stop for start, stop in bounds)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (segment_names.parameters(segment_names.slab("float32", sparse=True)), True),
+        (segment_names.slots(3, "m", segment_names.slab("float32", sparse=True)), True),
+        (segment_names.parameters("float32"), False),
+        (segment_names.slots(3, "sparse", "float32"), False),
+        (segment_names.gradients(0, 1, "float32"), False),
+        (segment_names.inputs(), False),
+    ],
+)
+def test_which_segments_hold_tables(name: str, expected: bool) -> None:
+    assert segment_names.is_sparse(name) is expected

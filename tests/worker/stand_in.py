@@ -63,6 +63,8 @@ class Service:
         self._mappings: dict[str, Segment] = {}
         #: How much of a segment workers are given, where that is not all of it.
         self.reserved: dict[str, int] = {}
+        #: The segments whose bytes workers fetch, because they lie on another machine.
+        self.elsewhere: set[str] = set()
         self._tails: dict[str, int] = {}
         self._from_server: deque[tuple[int, Record]] = deque()
         self._runs = 0
@@ -303,15 +305,15 @@ class Service:
 
     # --- what stands behind -------------------------------------------------------------------------------------------
 
-    def add_variable(self, value: Any, aggregation: int = 1) -> int:
+    def add_variable(self, value: Any, aggregation: int = 1, *, sparse: bool = False) -> int:
         """Make a variable with its gradient buffers; its number."""
         value = np.asarray(value)
         dtype = value.dtype.name
-        name = segment_names.parameters(dtype)
+        name = segment_names.parameters(segment_names.slab(dtype, sparse=sparse))
         offset = self._tails.get(name, 64)
         self._tails[name] = offset + -(-max(value.nbytes, 1) // 64) * 64
         number = len(self.variables) + 1
-        spec = messages.VariableSpec(f"v{number}", dtype, value.shape, True, aggregation, 0)
+        spec = messages.VariableSpec(f"v{number}", dtype, value.shape, True, aggregation, 0, sparse=sparse)
         self.variables[number] = record = messages.Variable(number, spec, Location(name, offset), 0)
         self.mapping(name).view(record.array)[...] = value
         return number
@@ -412,6 +414,9 @@ class Service:
             link.sendall(b"".join(encode(messages.Mailbox(0, False, "this one makes none"))))
             return
         assert isinstance(asked, messages.OpenSegment), asked
+        if asked.segment in self.elsewhere:
+            link.sendall(b"".join(encode(messages.Segment(asked.segment, RESERVATION, False, True))))
+            return
         replica = self.lifelines.index(link)
         writable = asked.segment.startswith((f"gradients/{replica}/", f"arena/{replica}"))
         descriptor = self._open_segment(asked.segment, os.O_RDWR if writable else os.O_RDONLY)

@@ -193,6 +193,9 @@ class ReplicaBackend(_Catalogue, Protocol):
         Raises MemoryPlanError if values that are held through an update need more memory than there is.
         """
 
+    def is_carried(self, number: int) -> bool:
+        """Whether the variable is not in the memory of this process, so that :meth:`view` fetches all of it."""
+
     def restore(self, numbers: Iterable[int]) -> None:
         """Show the server's values of these variables again, where this process has written to them in place. On a CPU
         the arrays that :meth:`view` has returned show them; but not one that was returned before an update and is still

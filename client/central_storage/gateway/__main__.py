@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 
+from central_storage.cluster.passage import Passages
 from central_storage.diagnostics.logging_setup import dump_stacks_on_signal
 from cs_runtime import open_files
 from cs_runtime.transport.curve import ServiceKeys
@@ -19,19 +20,25 @@ _NICENESS = 10
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serve observers until this process is killed."""
+    """Serve observers, and pass on what workers on other machines say, until this process is killed."""
     parser = argparse.ArgumentParser("python -m central_storage.gateway", description=__doc__)
     parser.add_argument("--run-directory", required=True)
     parser.add_argument("--keys", required=True)
     parser.add_argument("--descriptor", type=int, required=True)
+    parser.add_argument("--return-timeout", type=float, default=60.0)
+    parser.add_argument("--workers", action="store_true", help="the service has workers on other machines")
     options = parser.parse_args(arguments)
     dump_stacks_on_signal()
     keys = ServiceKeys.read(options.keys)
     open_files.raise_limit()
-    os.nice(_NICENESS)
-    with Relay(options.run_directory, keys, socket.socket(fileno=options.descriptor)) as relay:
+    if not options.workers:  # a training would wait for its own steps
+        os.nice(_NICENESS)
+    listener = socket.socket(fileno=options.descriptor)
+    with Relay(options.run_directory, keys, listener, options.return_timeout) as relay:
+        passages = Passages(relay, options.run_directory)
         while True:
             relay.turn()
+            passages.turn()
 
 
 if __name__ == "__main__":

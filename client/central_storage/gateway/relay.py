@@ -3,26 +3,31 @@
 ZeroMQ admits only peers whose key is known. Each of them gets a connection to the server as an observer of this
 machine. What a peer sends is decoded, and only questions that read are forwarded, so no peer can change anything. The
 relay holds at most a few answers for each peer, and drops what a peer does not take: observers ask again.
+
+What comes from a key of a worker is not forwarded, but handed to :attr:`Relay.links`. The key alone decides that, so an
+observer cannot speak for a worker.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import zmq
 
+from central_storage.cluster.link import Links, Outcome
 from central_storage.observer.blocking import Session
 from cs_proto import messages
 from cs_proto.codec import LIMITS, decode, encode
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
-from cs_proto.records import Record, replace
-from cs_runtime.transport.curve import ServiceKeys, ZapHandler, protect_server
+from cs_proto.records import Buffer, Record, replace
+from cs_runtime.transport.curve import WORKER_ROLES, ServiceKeys, ZapHandler, protect_server
 from cs_runtime.transport.multipart import receive
 
 __all__ = ["Relay"]
@@ -61,21 +66,36 @@ class Relay:
             relay.turn()
     """
 
-    def __init__(self, run_directory: str, keys: ServiceKeys, listener: socket.socket) -> None:
-        """``listener`` listens at a TCP address; ZeroMQ takes its descriptor."""
+    def __init__(
+        self, run_directory: str, keys: ServiceKeys, listener: socket.socket, return_timeout: float = 60.0
+    ) -> None:
+        """``listener`` listens at a TCP address; ZeroMQ takes its descriptor. A worker of which nothing is heard for
+        ``return_timeout`` seconds is given up."""
+        #: Of all sockets here.
+        self.context: zmq.Context[Any] = zmq.Context()
+        #: The links to workers on other machines.
+        self.links = Links(self._deliver, return_timeout)
         self._run_directory = run_directory
-        self._context: zmq.Context[Any] = zmq.Context()
         self._peers: dict[bytes, _Peer] = {}
+        self._watched: dict[zmq.Socket[bytes] | int, Callable[[], object]] = {}
         self._poller = zmq.Poller()
-        self._zap = ZapHandler(self._context, keys)
-        self._front: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._zap = ZapHandler(self.context, keys)
+        self._front: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
         self._open(keys, listener)
 
     def turn(self, timeout: float | None = None) -> None:
-        """Forward what has come, or wait for it for at most ``timeout`` seconds (None: no limit)."""
-        ready = dict(self._poller.poll(None if timeout is None else int(1000 * timeout)))
+        """Send what the links have, and forward what has come, or wait for it for at most ``timeout`` seconds (None: no
+        limit)."""
+        now = time.monotonic()
+        self.links.turn(now)
+        due = self.links.timeout(now)
+        limits = [each for each in (timeout, due) if each is not None]
+        ready = dict(self._poller.poll(math.ceil(1000 * min(limits)) if limits else None))
         if self._zap.socket in ready:
             self._zap.answer()
+        for watched, call in list(self._watched.items()):
+            if watched in ready and watched in self._watched:
+                call()
         for peer in [peer for peer in self._peers.values() if peer.socket in ready]:
             self._answer(peer)
         for peer in [peer for peer in self._peers.values() if peer.session.fileno() in ready]:
@@ -84,11 +104,21 @@ class Relay:
         if self._front in ready:
             self._hear()
 
+    def watch(self, what: zmq.Socket[bytes] | int, call: Callable[[], object]) -> None:
+        """Call ``call`` in a turn in which this socket or descriptor has input."""
+        self._poller.register(what, zmq.POLLIN)
+        self._watched[what] = call
+
+    def unwatch(self, what: zmq.Socket[bytes] | int) -> None:
+        """Watch it no more. Call this before it is closed."""
+        self._poller.unregister(what)
+        del self._watched[what]
+
     def close(self) -> None:
         """Close all connections."""
         for peer in list(self._peers.values()):
             self._drop(peer)
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
@@ -122,9 +152,15 @@ class Relay:
         self._poller.register(front, zmq.POLLIN)
 
     def _hear(self) -> None:
-        """Forward one question of a peer, or refuse it."""
+        """Hand over one message of a worker; forward one question of another peer, or refuse it."""
         frames = receive(self._front, LIMITS, zmq.NOBLOCK, is_routed=True)
         identity, parts = frames[0].bytes, frames[1:]
+        # The role of the key: ZeroMQ sets it, over whatever a peer says of itself.
+        role = str(parts[0].get("User-Id"))
+        if role.startswith(WORKER_ROLES):
+            pieces: list[Buffer] = [parts[0].bytes, *(frame.buffer for frame in parts[1:])]
+            self.links.hear(role, identity, pieces, time.monotonic())
+            return
         try:
             record = decode([frame.bytes for frame in parts], LIMITS)
             if not isinstance(record, _QUESTIONS) or (isinstance(record, messages.Hello) and record.role != "observer"):
@@ -157,7 +193,7 @@ class Relay:
             if time.monotonic() - oldest.used < _IDLE:
                 raise PeerProtocolError(f"{_MOST} observers of other machines are connected; no more are admitted")
             self._drop(oldest)
-        peer = self._peers[identity] = _Peer(identity, self._run_directory, self._context)
+        peer = self._peers[identity] = _Peer(identity, self._run_directory, self.context)
         peer.socket.setsockopt(zmq.RCVHWM, _UNREAD)
         self._poller.register(peer.socket, zmq.POLLIN)
         self._poller.register(peer.session.fileno(), zmq.POLLIN)
@@ -171,15 +207,22 @@ class Relay:
 
     def _send(self, identity: bytes, parts: Sequence[Any]) -> bool:
         """Send a message, or drop it if the peer has not taken earlier ones. False if the peer has gone."""
+        outcome = self._deliver(identity, parts)
+        if outcome == "full":
+            _log.debug("%r has not taken earlier answers", identity)
+        return outcome != "gone"
+
+    def _deliver(self, identity: bytes, parts: Sequence[Any]) -> Outcome:
+        """Send a message unless its peer has gone, or has not taken earlier ones."""
         try:
             self._front.send_multipart([identity, *parts], zmq.NOBLOCK)
         except zmq.Again:
-            _log.debug("%r has not taken earlier answers", identity)
+            return "full"
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return False
-        return True
+            return "gone"
+        return "sent"
 
     def _drop(self, peer: _Peer) -> None:
         del self._peers[peer.identity]

@@ -19,24 +19,24 @@ from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind,
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
-from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
+from cs_proto.messages import MOST_REPLICAS, DeviceChoice
 from cs_proto.printable import printable
 from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 from cs_runtime.trace import is_on
 
-from . import listen_options, metrics_options
+from . import join_options, listen_options, metrics_options
 from .affinity import Machine, core_count, machine
 from .foreground import START_FAILED, Plan, run
-from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
 from .packages import python_path
 from .plan import Command, Options, of_incarnation, script_command, service_commands, standby_commands
-from .remote.serve import serve
+from .remote.serve import serve, start_child
 from .run_directory import RunDirectory
 from .service_file import ServiceFile, typed
 from .sidecar import Sidecar
+from .supervisor.children import Child
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
 from .supervisor.output import KEPT_NBYTES, LogFiles
@@ -70,6 +70,11 @@ in containers that share the run directory (docker-compose.yml):
   cs-launch --join --run-dir DIR                           one worker; the service gives it its number
   CS_ADDRESS=DIR python train.py                           the script
   cs-launch --health --run-dir DIR                         prints one line; exit code 0 if the service is ready
+
+workers on other machines:
+  cs-launch keys DIR --worker NAME                         makes the keys of the service and of one worker
+  cs-launch --serve 2 --listen tcp://192.0.2.7:5600 --keys DIR train.py
+  cs-launch --join tcp://192.0.2.7:5600 --keys DIR         one worker, on each of two other machines
 
 observers on other machines, which may only read:
   cs-launch keys DIR                                       makes the keys of the service and of one observer
@@ -124,10 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _doctor()
         configure_logging("supervisor")
         dump_stacks_on_signal()
-        if options.join:
-            return _join(options)
+        if options.join is not None:
+            return join_options.join(options, _address)
         with ExitStack() as undo:
-            return _launch(options, undo) if options.serve is None else _serve(options, undo)
+            is_alone = options.serve is not None and not _has_script(options)
+            return _serve(options, undo) if is_alone else _launch(options, undo)
     except (ConfigurationError, DeviceError) as error:
         return _failed("usage", error, _USAGE_ERROR, error_path)
     except LaunchError as error:
@@ -146,9 +152,12 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
 def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
     arguments = _script_arguments(options)
     here = machine()
-    compute = device_names.compute_devices(options.devices, core_count())
-    parameters = device_names.parameter_device(options.parameter_device, compute)
-    named = ",".join(compute) if options.devices else None, parameters if options.parameter_device else None
+    is_elsewhere = options.serve is not None  # the workers name their devices when they join
+    devices = None if is_elsewhere else options.devices
+    compute = ["elsewhere"] * options.serve if is_elsewhere else device_names.compute_devices(devices, core_count())
+    parameters = device_names.parameter_device(options.parameter_device, ["cpu:0"] if is_elsewhere else compute)
+    named = ",".join(compute) if devices else None, parameters if options.parameter_device else None
+    is_chosen = is_elsewhere or bool(devices)
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
         medium = _medium(options, run_directory)
@@ -161,7 +170,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
                 chosen = device_names.compute_devices(choice.devices, core_count())
                 owner = device_names.parameter_device(choice.parameter_device, chosen)
             require_cupy([*chosen, owner])
-            _warn([*chosen, owner], here)
+            join_options.warn_of_busy([*chosen, owner], here)
             commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
             workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
             banner = (
@@ -171,16 +180,16 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             )
             return Plan(commands, banner, tuple(chosen), owner)
 
-        plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
+        plan = planned(None) if is_chosen else Plan(_standbys(run_directory.path), "")
         logs = _log_files(options, run_directory)
-        known = (compute, parameters) if options.devices else ((), "")
+        known = (compute, parameters) if is_chosen else ((), "")
         logged = logs.directory if logs else None
         file = ServiceFile.of(run_directory.path, typed(arguments), "launcher", *known, log_directory=logged, **shown)
         return run(
             run_directory,
             plan,
             script_command(run_directory.path, named, _environment(options), arguments, python=sys.executable),
-            choose=None if options.devices else planned,
+            choose=None if is_chosen else planned,
             start_timeout=options.start_timeout,
             logs=logs,
             service_file=file,
@@ -191,6 +200,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             error_path=options.error_file,
             sidecars=sidecars,
             stop_grace=options.stop_grace,
+            start_child=start_child if is_elsewhere else Child,
         )
     finally:
         run_directory.remove()
@@ -222,7 +232,7 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
         sidecars, announced, shown = _sidecars(options, run_directory, undo)
         # The workers name their devices when they join.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
-        _warn([parameters], here)
+        join_options.warn_of_busy([parameters], here)
         commands, again = _commands(plan, here), ""
         if before is not None:
             numbers = (before.server + 1, *before.workers)
@@ -287,31 +297,6 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
     return False
 
 
-def _join(options: argparse.Namespace) -> int:
-    run_directory = options.run_directory or _address()
-    is_any = options.devices is None or options.devices.strip().lower() == "auto"
-    chosen = device_names.compute_devices(options.devices, 1)
-    if len(chosen) > 1:
-        raise ConfigurationError(
-            f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
-            "each worker a cs-launch --join of its own"
-        )
-    require_cupy(chosen)
-    here = machine()
-    _warn(chosen, here)
-
-    def command_of(joined: Joined) -> Command:
-        # All processors are alike, so the number of the device only tells the replicas apart.
-        device = f"cpu:{joined.rank}" if is_any and chosen == ["cpu:0"] else chosen[0]
-        everyone = ["elsewhere"] * joined.replicas
-        everyone[joined.rank] = device
-        return _commands(Options(tuple(everyone), "cpu:0", run_directory), here)[1 + joined.rank]
-
-    from .remote.join import join  # it imports NumPy, which a supervisor does not need
-
-    return join(run_directory, command_of, options.start_timeout)
-
-
 def _health(options: argparse.Namespace) -> int:
     from .remote.health import health
 
@@ -333,7 +318,8 @@ def _doctor() -> int:
 
 def _check(options: argparse.Namespace) -> None:
     modes = [name for name in ("serve", "join", "health", "doctor") if getattr(options, name) not in (None, False)]
-    if len(modes) > 1 or (modes and (options.command or options.module is not None)):
+    may_have_script = not modes or (modes == ["serve"] and options.listen is not None)
+    if len(modes) > 1 or (_has_script(options) and not may_have_script):
         raise ConfigurationError(
             f"--{modes[0]} takes no script, and only one of --serve, --join, --health, --doctor may be given"
         )
@@ -350,6 +336,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     metrics_options.check(options, modes)
     listen_options.check(options, modes)
+    join_options.check(options)
     if modes and options.check_numerics is not None:
         raise ConfigurationError(
             f"--check-numerics is said by a script, and --{modes[0]} runs none; set {CHECK} where the script runs"
@@ -381,7 +368,11 @@ def _transport(options: argparse.Namespace, medium: Medium) -> str:
 
 
 def _recovery(options: argparse.Namespace) -> Recovery:
-    return Recovery(options.max_restarts, options.server_recovery == "on", options.step_timeout)
+    most = options.max_restarts
+    if most is None:
+        # The end of the gateway, or of the network, costs each worker on another machine a restart.
+        most = Recovery.max_restarts * (options.serve if options.serve and options.listen else 1)
+    return Recovery(most, options.server_recovery == "on", options.step_timeout)
 
 
 def _commands(plan: Options, here: Machine) -> list[Command]:
@@ -394,11 +385,6 @@ def _standbys(run_directory: str) -> list[Command]:
     return standby_commands(
         workers, run_directory, os.environ, python=sys.executable, python_path=python_path(os.environ)
     )
-
-
-def _warn(used: list[str], here: Machine) -> None:
-    for line in busy(used, here.gpus):
-        print(printable(f"cs-launch: warning: {line}"), file=sys.stderr)
 
 
 def _places(commands: list[Command]) -> str:
@@ -414,6 +400,10 @@ def _ranges(processors: frozenset[int]) -> str:
     # In a run of consecutive numbers, number minus position is constant.
     runs = [list(run) for _, run in groupby(enumerate(sorted(processors)), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+
+
+def _has_script(options: argparse.Namespace) -> bool:
+    return bool(options.command) or options.module is not None
 
 
 def _script_arguments(options: argparse.Namespace) -> list[str]:
@@ -448,7 +438,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "cs-launch",
         usage="cs-launch [options] script.py [arguments]\n       cs-launch [options] -m module [arguments]\n"
-        "       cs-launch [options] --serve N | --join | --health | --doctor",
+        "       cs-launch [options] --serve N | --join [tcp://ADDRESS:PORT] | --health | --doctor",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -459,18 +449,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_places(parser)
     metrics_options.add_arguments(parser)
     listen_options.add_arguments(parser)
-    parser.add_argument("--serve", type=int, metavar="N", help="run no script: run a server for N workers that join it")
+    parser.add_argument(
+        "--serve",
+        type=int,
+        metavar="N",
+        help="run a server for N workers that join it; it takes a script only with --listen",
+    )
     parser.add_argument(
         "--return-timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
         help="with --serve --memory files: how long workers and script wait for this launcher to be restarted after "
-        "it or its container was killed (default: 60)",
+        "it or its container was killed; with --serve --listen: how long a worker on another machine may be cut off "
+        "(default: 60)",
     )
-    parser.add_argument(
-        "--join", action="store_true", help="run no script: run one worker of a service that --serve has started"
-    )
+    join_options.add_arguments(parser)
     parser.add_argument("--health", action="store_true", help="run no script: ask whether the service is ready")
     parser.add_argument(
         "--doctor",
@@ -525,9 +519,9 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts",
         type=int,
-        default=Recovery.max_restarts,
         metavar="N",
-        help="restart processes that have died at most N times in all (default: %(default)s)",
+        help="restart processes that have died at most N times in all (default: 3; for workers on other machines 3 "
+        "for each)",
     )
     parser.add_argument(
         "--step-timeout",

@@ -26,7 +26,7 @@ from .plan import Command, error_file
 from .run_directory import RunDirectory
 from .service_file import ServiceFile
 from .sidecar import Sidecar, Sidecars
-from .supervisor.children import Child, reap_adopted
+from .supervisor.children import Child, Running, reap_adopted
 from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop, Signals
 from .supervisor.output import Console, LogFiles
@@ -77,6 +77,7 @@ def run(
     error_path: str | None,
     sidecars: Sequence[Sidecar],
     stop_grace: float,
+    start_child: Callable[..., Running] = Child,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
@@ -86,7 +87,8 @@ def run(
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
     The ``sidecars`` run beside the service. A script that saves a checkpoint when the run is to end gets
-    ``stop_grace`` seconds for it.
+    ``stop_grace`` seconds for it. ``start_child`` starts a process of the service, or finds a place for one from
+    elsewhere.
     """
     foreground = _Foreground(
         run_directory,
@@ -102,6 +104,7 @@ def run(
         mailboxes,
         sidecars,
         stop_grace,
+        start_child,
     )
     code = foreground.run()
     if error_path and foreground.failure is not None:
@@ -125,6 +128,7 @@ class _Foreground:
         mailboxes: bool,
         sidecars: Sequence[Sidecar],
         stop_grace: float,
+        start_child: Callable[..., Running],
     ) -> None:
         self._stop_grace = stop_grace
         self._limit_before = open_files.raise_limit()  # the script gets this limit: it may use select()
@@ -141,6 +145,7 @@ class _Foreground:
             self._console,
             start_timeout=start_timeout,
             logs=logs,
+            start_child=start_child,
             medium=medium,
             recovery=recovery,
             mailboxes=mailboxes,

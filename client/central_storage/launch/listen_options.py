@@ -40,7 +40,7 @@ def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
     """Raise ConfigurationError for options that do not fit, and for keys that are missing or open to others. ``modes``
     are the options by which no script is started."""
     if options.listen is None:
-        if options.keys is not None:
+        if options.keys is not None and not options.join:
             raise ConfigurationError(f"--keys needs {_OPTION} tcp://ADDRESS:PORT")
         return
     if modes and modes[0] != "serve":
@@ -79,32 +79,46 @@ def gateway_of(
     command = sidecar_command(
         "central_storage.gateway",
         run_directory,
-        ("--keys", keys_directory, "--descriptor", str(listener.fileno())),
+        (
+            *("--keys", keys_directory, "--descriptor", str(listener.fileno())),
+            *("--return-timeout", str(options.return_timeout)),
+            *(("--workers",) if options.serve is not None else ()),
+        ),
         os.environ,
         python=sys.executable,
         python_path=python_path(os.environ),
     )
-    sidecar = Sidecar("gateway", "observers of other machines get no answers", command, listener)
-    return [sidecar], f"\nobservers on {address}, keys in {keys_directory}", {"listen": address}
+    peers, missing = "observers", "observers of other machines get no answers"
+    if options.serve is not None:
+        peers, missing = "workers and observers", "workers and observers of other machines are cut off"
+    sidecar = Sidecar("gateway", missing, command, listener)
+    return [sidecar], f"\n{peers} on {address}, keys in {keys_directory}", {"listen": address}
 
 
 def keys(arguments: Sequence[str]) -> int:
-    """``cs-launch keys DIR [--observer NAME]``: make keys, and say which file is for whom. Returns the exit code."""
+    """``cs-launch keys DIR [--observer NAME | --worker NAME]``: make keys, and say which file is for whom. Returns the
+    exit code."""
     parser = argparse.ArgumentParser(
         "cs-launch keys",
-        description="Make the keys of a service that listens on a network, and of an observer that may read it.",
+        description="Make the keys of a service that listens on a network, and of an observer that may read it or of a "
+        "worker on another machine.",
         epilog=f"On the machine of the service: cs-launch {_OPTION} tcp://ADDRESS:PORT --keys DIR train.py. Copy "
         "service.key and the observer's .key_secret to a directory on the other machine, over a channel that you "
         "trust, and use central_storage.connect('tcp://ADDRESS:PORT', keys=THAT_DIRECTORY) there. Remove the "
-        "observer's .key from DIR to admit it no more.",
+        "observer's .key from DIR to admit it no more. Do the same with the files of a worker, and use cs-launch "
+        "--join tcp://ADDRESS:PORT --keys THAT_DIRECTORY there.",
     )
     parser.add_argument("directory", metavar="DIR", help="a directory of yours; it is made if it does not exist")
-    parser.add_argument(
+    peer = parser.add_mutually_exclusive_group()
+    peer.add_argument(
         "--observer", metavar="NAME", default="", help="make a key for one more observer, with this name in its files"
+    )
+    peer.add_argument(
+        "--worker", metavar="NAME", help="make a key for a worker on another machine, with this name in its files"
     )
     options = parser.parse_args(arguments)
     from cs_runtime.transport.curve import make_keys
 
-    for path in make_keys(options.directory, options.observer):
+    for path in make_keys(options.directory, options.observer, worker=options.worker):
         print(path)
     return 0

@@ -25,7 +25,7 @@ from .buffers import central_buffers
 from .centralize import remove_hooks
 from .parameters import CentralParameter, change_of, empty_like, name_of
 from .share import Share, here
-from .tables import show_rows_only
+from .tables import has_rows_only, show_rows_only
 from .watched import Watched
 from .writes import raise_written
 
@@ -289,10 +289,9 @@ class _InReplica:
                 backend = current_replica(self.parameters[0].variable.strategy)
                 assert backend is not None
                 backend.protect([p.variable.number for p in self.parameters if p.is_protected])
-            is_on_cpu = get_array_module() is np
-            self._whole = [p for p in self.parameters if is_on_cpu or not p.variable.sparse]
+            self._whole = [p for p in self.parameters if not has_rows_only(p)]
             for p in self.parameters:
-                if p.variable.sparse and not is_on_cpu:
+                if has_rows_only(p):
                     show_rows_only(p)
                     continue
                 value = torch.from_dlpack(p.variable)

@@ -1,7 +1,8 @@
-"""Tables in a replica on a GPU: only the rows of look-ups are copied there.
+"""Tables in a replica on a GPU, or on another machine: only the rows of look-ups are copied there.
 
-On a CPU a table is a parameter over the server's memory, as all are. On a GPU it has its shape and no values, so it may
-be larger than the GPU; ``torch.nn.functional.embedding`` and ``embedding_bag`` fetch the rows that they need.
+On a CPU of the service's machine a table is a parameter over the server's memory, as all are. Elsewhere it has its
+shape and no values, so it may be larger than the memory there; ``torch.nn.functional.embedding`` and ``embedding_bag``
+fetch the rows that they need.
 """
 
 from __future__ import annotations
@@ -9,20 +10,30 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from central_storage.core.context import get_array_module
+from central_storage.core.context import current_replica, get_array_module
 from central_storage.nn import embedding_lookup
 from cs_proto.errors import InvalidArgumentError
 
 from .parameters import CentralParameter
 
-__all__ = ["show_rows_only"]
+__all__ = ["has_rows_only", "show_rows_only"]
+
+
+def has_rows_only(p: CentralParameter) -> bool:
+    """Whether this replica has only rows of the parameter, which is a table."""
+    if not p.variable.sparse:
+        return False
+    backend = current_replica(p.variable.strategy)
+    assert backend is not None
+    return get_array_module() is not np or backend.is_carried(p.variable.number)
 
 
 def show_rows_only(p: CentralParameter) -> None:
-    """Let a table have its shape on the present GPU, and its rows only in look-ups."""
+    """Let a table have its shape on the present device, and its rows only in look-ups."""
     device = torch.from_dlpack(get_array_module().empty(0, "float32")).device
     p.data = torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape)
     p.__class__ = _Table
@@ -47,8 +58,8 @@ class _Table(CentralParameter):
 
 def _refuse(table: Any, why: str) -> NoReturn:
     raise InvalidArgumentError(
-        f"parameter {table.variable.name} is a table (sparse=True), of which a GPU has only the rows of look-ups, and "
-        f"{why}; make the module without sparse=True, or look the rows up"
+        f"parameter {table.variable.name} is a table (sparse=True), of which a GPU or another machine has only the "
+        f"rows of look-ups, and {why}; make the module without sparse=True, or look the rows up"
     )
 
 

@@ -67,11 +67,16 @@ class OpenSegment(Record):
 
 @record(113)
 class Segment(Record):
-    """Supervisor's answer to a request for a segment, with the descriptor as ancillary data."""
+    """Supervisor's answer to a request for a segment, with the descriptor as ancillary data.
+
+    ``is_elsewhere``: there is no descriptor, because the bytes of this segment stay on another machine. Those of other
+    segments are shared with this process.
+    """
 
     segment: str
     reservation: Number
     writable: bool
+    is_elsewhere: bool = False
 
 
 @record(114)

@@ -157,14 +157,14 @@ class Mapping:
                 "larger"
             ) from error
 
-    def take(self, start: int, stop: int, what: str) -> None:
+    def take(self, start: int, stop: int, what: str, *, is_checked: bool = False) -> None:
         """Make the pages of bytes ``start`` to ``stop`` present for ``what``, but only while the machine, and every
         control group around this process, keeps some memory for everything else: the kernel would kill a process of the
-        service otherwise. Small pieces are not checked.
+        service otherwise. Small pieces are not checked, unless ``is_checked``.
 
         Raises :class:`MemoryPlanError` with the bytes that are needed and available. Nothing is taken then.
         """
-        if stop - start < _CHECKED_NBYTES:
+        if stop - start < _CHECKED_NBYTES and not is_checked:
             self.reserve(start, stop)
             return
         for first in range(start, stop, _PIECE_NBYTES):

@@ -2,7 +2,8 @@
 
 ZeroMQ's guide explains CURVE (https://rfc.zeromq.org/spec/26). Every key is a pair: the public key lies in
 ``NAME.key``, which others may read, and both lie in ``NAME.key_secret``, which only its owner may read. The format is
-that of ``zmq.auth``. The name says the role: ``service``, or ``observer`` and ``observer-*`` for those that may read.
+that of ``zmq.auth``. The name says the role: ``service``, ``observer`` and ``observer-*`` for those that may read, and
+``worker-*`` for the worker of another machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import re
 import socket
 import stat
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import zmq
 import zmq.auth
@@ -23,8 +24,11 @@ from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 
 __all__ = [
+    "WORKER_ROLES",
     "ObserverKeys",
+    "PeerKeys",
     "ServiceKeys",
+    "WorkerKeys",
     "ZapHandler",
     "check_endpoint",
     "is_every_network",
@@ -38,8 +42,10 @@ _log = logging.getLogger("central_storage.curve")
 # Of the questions that ZeroMQ asks about the keys of peers.
 _DOMAIN = b"central-storage"
 _ZAP_ENDPOINT, _ZAP_VERSION, _CURVE = "inproc://zeromq.zap.01", b"1.0", b"CURVE"
-_SERVICE, _OBSERVER = "service", "observer"
+_SERVICE, _OBSERVER, _WORKER = "service", "observer", "worker"
 _PUBLIC, _SECRET = ".key", ".key_secret"
+#: How the role of a worker begins.
+WORKER_ROLES = f"{_WORKER}-"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY_NBYTES = 32
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[\w:.%]+\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
@@ -63,48 +69,83 @@ class ServiceKeys:
         return cls(directory, *_pair(os.path.join(directory, _SERVICE + _SECRET)))
 
     def role_of(self, key: bytes) -> str:
-        """Which peer has this public key (40 characters of Z85), such as ``observer-ann``; "" if it is nobody's. The
-        directory is read anew, so a key that is removed admits nobody from then on."""
+        """Which peer has this public key (40 characters of Z85), such as ``observer-ann`` or ``worker-n1``; "" if it is
+        nobody's. A key that an observer and a worker have is the observer's. The directory is read anew, so a key that
+        is removed admits nobody from then on."""
         try:
             names = sorted(os.listdir(self.directory))
         except OSError as error:
             _log.warning("%s cannot be read (%s): nobody is admitted", self.directory, error.strerror)
             return ""
-        paths = {name.removesuffix(_PUBLIC): os.path.join(self.directory, name) for name in names if _is_observer(name)}
-        return next((role for role, path in paths.items() if key == _public_or_none(path)), "")
+        roles = [name.removesuffix(_PUBLIC) for name in names if name.endswith(_PUBLIC)]
+        known = [role for role in roles if _is_of(_OBSERVER, role) or _is_of(_WORKER, role)]
+        return next((role for role in known if key == _public_or_none(self._path(role))), "")
+
+    def _path(self, role: str) -> str:
+        return os.path.join(self.directory, role + _PUBLIC)
 
 
 @frozen
-class ObserverKeys:
-    """The key pair of an observer, and the public key of the service that it believes."""
+class PeerKeys:
+    """The key pair of a peer on another machine, and the public key of the service that it believes."""
 
     path: str
     public: bytes
     secret: bytes
     service: bytes
 
+    #: What the peer is, and which files of a directory have keys of such peers.
+    kind: ClassVar[str]
+    files: ClassVar[str]
+    #: What its directory is for.
+    use: ClassVar[str]
+
     @classmethod
     def read(cls, directory: str) -> Self:
-        """The keys in ``directory``: ``service.key``, and one secret key of an observer.
+        """The keys in ``directory``: ``service.key``, and one secret key of such a peer.
 
-        Raises ConfigurationError if one is missing, if there are several observers, or if others could read or replace
-        the secret one.
+        Raises ConfigurationError if one is missing, if there are several peers, or if others could read or replace the
+        secret one.
         """
         directory = _own_directory(directory)
-        found = [name for name in sorted(os.listdir(directory)) if _is_observer(name.removesuffix("_secret"))]
-        secrets = [name for name in found if name.endswith(_SECRET)]
+        names = sorted(os.listdir(directory))
+        secrets = [name for name in names if name.endswith(_SECRET) and _is_of(cls.kind, name.removesuffix(_SECRET))]
         if len(secrets) != 1:
             has = (
-                f"the secret keys of several observers ({', '.join(secrets)})"
+                f"the secret keys of several {cls.kind}s ({', '.join(secrets)})"
                 if secrets
-                else "no observer's secret key"
+                else f"no {cls.kind}'s secret key"
             )
             raise ConfigurationError(
-                f"{directory} has {has}: a directory for connect has service.key and one observer*.key_secret, which "
+                f"{directory} has {has}: a directory for {cls.use} has service.key and one {cls.files}, which "
                 "cs-launch keys makes"
             )
         path = os.path.join(directory, secrets[0])
         return cls(path, *_pair(path), _public(os.path.join(directory, _SERVICE + _PUBLIC)))
+
+    @property
+    def role(self) -> str:
+        """What the service calls the peer, such as ``observer-ann``, if its files have the names that they were made
+        with."""
+        return os.path.basename(self.path).removesuffix(_SECRET)
+
+
+@frozen
+class ObserverKeys(PeerKeys):
+    """The keys of an observer."""
+
+    kind = _OBSERVER
+    files = "observer*.key_secret"
+    use = "connect"
+
+
+@frozen
+class WorkerKeys(PeerKeys):
+    """The keys of a worker."""
+
+    kind = _WORKER
+    files = "worker-*.key_secret"
+    use = "cs-launch --join"
 
 
 class ZapHandler:
@@ -136,22 +177,26 @@ class ZapHandler:
         self.socket.send_multipart([_ZAP_VERSION, request, status, reason, role.encode(), b""])
 
 
-def make_keys(directory: str, observer: str = "") -> list[str]:
-    """Make the keys of a service and of an observer in ``directory``, which is made if it does not exist. Keys of the
-    service that are there stay. Returns the paths of the new files.
+def make_keys(directory: str, observer: str = "", *, worker: str | None = None) -> list[str]:
+    """Make the keys of a service, and of an observer or a worker, in ``directory``, which is made if it does not exist.
+    Keys of the service that are there stay. Returns the paths of the new files.
 
     Args:
         directory: A directory of this user's that is closed to others.
         observer: Tells observers apart: the files are ``observer-NAME.key`` and ``observer-NAME.key_secret``.
+        worker: Make keys for the worker of another machine, not for an observer: the files are ``worker-NAME.key`` and
+            ``worker-NAME.key_secret``.
 
     Raises:
-        ConfigurationError: The directory is open to others, the name is no name, or the observer has a key already.
+        ConfigurationError: The directory is open to others, the name is no name, or the peer has a key already.
     """
-    if observer and not _NAME.fullmatch(observer):
+    kind, given = (_OBSERVER, observer) if worker is None else (_WORKER, worker)
+    if (given or worker is not None) and not _NAME.fullmatch(given):
         raise ConfigurationError(
-            f"{observer!r:.80} is no name for an observer: 1 to 64 of the characters A-Z a-z 0-9 . _ -"
+            f"{given!r:.80} is no name for {'an observer' if worker is None else 'a worker'}: 1 to 64 of the "
+            "characters A-Z a-z 0-9 . _ -"
         )
-    name = f"{_OBSERVER}-{observer}" if observer else _OBSERVER
+    name = f"{kind}-{given}" if given else kind
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         directory = _own_directory(directory)
@@ -159,7 +204,7 @@ def make_keys(directory: str, observer: str = "") -> list[str]:
         if {name + _PUBLIC, name + _SECRET} & there:
             raise ConfigurationError(
                 f"{os.path.join(directory, name + _PUBLIC)} is there already: remove it and {name + _SECRET} to make a "
-                "new pair, or name another observer (--observer NAME)"
+                f"new pair, or name another {kind} (--{kind} NAME)"
             )
         wanted = [name] if _SERVICE + _SECRET in there else [_SERVICE, name]
         return [path for each in wanted for path in _make(directory, each)]
@@ -176,7 +221,7 @@ def protect_server(socket: zmq.Socket[Any], keys: ServiceKeys) -> None:
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
 
-def protect_client(socket: zmq.Socket[Any], keys: ObserverKeys) -> None:
+def protect_client(socket: zmq.Socket[Any], keys: PeerKeys) -> None:
     """Let ``socket`` encrypt, and talk only to the service whose key is known. Call it before ``connect``."""
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -223,9 +268,9 @@ def _make(directory: str, name: str) -> list[str]:
     return [public, secret]
 
 
-def _is_observer(name: str) -> bool:
-    stem = name.removesuffix(_PUBLIC)
-    return stem != name and (stem == _OBSERVER or stem.startswith(f"{_OBSERVER}-"))
+def _is_of(kind: str, name: str) -> bool:
+    """Whether the files of this name, without what follows it, are those of an observer or of a worker."""
+    return name == kind == _OBSERVER or name.startswith(f"{kind}-")
 
 
 def _own_directory(directory: str) -> str:

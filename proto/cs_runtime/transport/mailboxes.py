@@ -250,7 +250,7 @@ class Mailboxes(Generic[K]):
             return
         box = self._offered.pop(peer)
         if answer.refused:
-            _log.warning("%r does not open its mailbox: %s", peer, answer.refused)
+            _log.info("%r does not open its mailbox: %s", peer, answer.refused)
             box.close()
             self._give_up(peer)  # as above
         else:

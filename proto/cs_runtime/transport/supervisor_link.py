@@ -173,7 +173,7 @@ class SupervisorLink:
         self._outgrown: list[Mapping | RemoteSegment] = []
         #: Asks the server for the bytes of a segment. The owner sets it before it opens a segment that may be carried.
         self.carry: Carry = _no_way
-        #: Why the bytes of segments travel in frames; empty while they are mapped.
+        #: Why the bytes of all segments travel in frames; empty while they are mapped.
         self.carried_because = ""
         #: Whether read-only segments are mapped in a way that lets :meth:`Mapping.preserve` keep their bytes, and gives
         #: native code a copy of each page that it writes.
@@ -295,7 +295,8 @@ class SupervisorLink:
     def segment(self, name: str, stop: int = 0) -> Mapping | RemoteSegment:
         """The segment called ``name``, mapped with the access that the supervisor grants this process. It is mapped
         once, and again if fewer than ``stop`` bytes of it are mapped because it was extended. Earlier views stay valid.
-        If mapping fails, this segment and every later one is carried: its bytes travel in frames."""
+        If mapping fails, this segment and every later one is carried: its bytes travel in frames. One that is elsewhere
+        is carried alone."""
         mapping = self._mappings.get(name)
         if mapping is None or mapping.nbytes < stop:
             if mapping is not None and not self.may_preserve:
@@ -386,7 +387,8 @@ class SupervisorLink:
         from cs_runtime.shared_memory.remote_segment import RemoteSegment
 
         if not descriptors:
-            self.carried_because = self.carried_because or "the service shares no memory with this process"
+            if not segment.is_elsewhere:
+                self.carried_because = self.carried_because or "the service shares no memory with this process"
         elif self.carried_because:
             os.close(descriptors[0])
         else:

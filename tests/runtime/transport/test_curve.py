@@ -18,6 +18,7 @@ from cs_proto.errors import ConfigurationError
 from cs_runtime.transport.curve import (
     ObserverKeys,
     ServiceKeys,
+    WorkerKeys,
     ZapHandler,
     check_endpoint,
     make_keys,
@@ -117,6 +118,80 @@ def test_keys_of_an_observer_that_are_refused(keys: str, change: Callable[[Path]
     change(Path(keys))
     with pytest.raises(ConfigurationError, match=said):
         ObserverKeys.read(keys)
+
+
+def worker_of(directory: str, tmp_path: Path, name: str) -> WorkerKeys:
+    """The keys as they are copied to another machine."""
+    there = tmp_path / f"there-{name}"
+    there.mkdir(mode=0o700)
+    for each in ("service.key", f"worker-{name}.key_secret"):
+        copied = there / each
+        copied.write_bytes(Path(directory, each).read_bytes())
+        copied.chmod(0o600)
+    return WorkerKeys.read(str(there))
+
+
+def test_keys_of_workers(keys: str, tmp_path: Path) -> None:
+    service = ServiceKeys.read(keys)
+    made = make_keys(keys, worker="n1")
+    assert [Path(path).name for path in made] == ["worker-n1.key", "worker-n1.key_secret"]
+    assert [stat.S_IMODE(os.stat(path).st_mode) for path in made] == [0o644, 0o600]
+    assert ServiceKeys.read(keys) == service
+    worker = worker_of(keys, tmp_path, "n1")
+    assert (worker.role, worker.service) == ("worker-n1", service.public)
+    assert service.role_of(worker.public) == "worker-n1"
+    assert observer_of(keys, tmp_path).role == "observer"
+    Path(keys, "worker-n1.key").unlink()
+    assert service.role_of(worker.public) == ""
+
+
+def test_keys_of_a_service_and_its_first_worker(tmp_path: Path) -> None:
+    made = make_keys(str(tmp_path / "keys"), worker="n1")
+    names = ("service.key", "service.key_secret", "worker-n1.key", "worker-n1.key_secret")
+    assert [Path(path).name for path in made] == list(names)
+
+
+def test_a_key_in_the_files_of_both_is_an_observers(keys: str, tmp_path: Path) -> None:
+    make_keys(keys, worker="n1")
+    worker = worker_of(keys, tmp_path, "n1")
+    Path(keys, "observer-eve.key").write_bytes(Path(keys, "worker-n1.key").read_bytes())
+    assert ServiceKeys.read(keys).role_of(worker.public) == "observer-eve"
+
+
+@pytest.mark.parametrize("name", ["worker", "workers-n1", "service-n1", "worker-n1.key.old", "Worker-n1"])
+def test_files_that_are_no_workers(keys: str, tmp_path: Path, name: str) -> None:
+    make_keys(keys, worker="n1")
+    worker = worker_of(keys, tmp_path, "n1")
+    Path(keys, "worker-n1.key").rename(Path(keys, f"{name}.key" if "." not in name else name))
+    assert ServiceKeys.read(keys).role_of(worker.public) == ""
+
+
+def test_keys_of_workers_are_not_replaced(keys: str) -> None:
+    make_keys(keys, worker="n1")
+    with pytest.raises(ConfigurationError, match=r"worker-n1.key is there already: .* name another worker \(--worker"):
+        make_keys(keys, worker="n1")
+    for name in ("", "../n1", "a b", "x" * 65):
+        with pytest.raises(ConfigurationError, match="is no name for a worker"):
+            make_keys(keys, worker=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: make_keys(str(path), worker="n2"), "the secret keys of several workers"),
+        (
+            lambda path: (path / "worker-n1.key_secret").unlink(),
+            r"no worker's secret key: a directory for cs-launch --join has service.key and one worker-\*.key_secret",
+        ),
+        (lambda path: (path / "worker-n1.key_secret").chmod(0o604), "closed to other users"),
+        (lambda path: (path / "service.key").unlink(), "service.key cannot be read"),
+    ],
+)
+def test_keys_of_a_worker_that_are_refused(keys: str, change: Callable[[Path], Any], said: str) -> None:
+    make_keys(keys, worker="n1")
+    change(Path(keys))
+    with pytest.raises(ConfigurationError, match=said):
+        WorkerKeys.read(keys)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5600", "tcp://[::1]:0", "tcp://host.example:65535"])

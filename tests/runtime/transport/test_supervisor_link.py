@@ -128,6 +128,20 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
         server_connection.close()
 
 
+def test_a_segment_that_is_elsewhere_is_remote_alone(tmp_path: Path) -> None:
+    with StandInSupervisor(tmp_path):
+        ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
+        table = ours._mapped(Segment("parameters/sparse/int32", 4096, False, is_elsewhere=True), [])
+        assert isinstance(table, RemoteSegment)
+        assert ours.carried_because == ""
+        file = os.memfd_create("segment")
+        os.ftruncate(file, 4096)
+        assert isinstance(ours._mapped(Segment("parameters/int32", 4096, False), [file]), Mapping)
+        assert isinstance(ours._mapped(Segment("inputs", 4096, False), []), RemoteSegment)
+        assert ours.carried_because == "the service shares no memory with this process"
+        ours.close()
+
+
 def test_a_question_goes_to_the_next(killed: SupervisorLink, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool, StandInSupervisor(tmp_path) as second:
         asked = pool.submit(killed.segment, "inputs")

@@ -408,7 +408,7 @@ def test_a_copy_of_what_cannot_be_mapped_is_restored() -> None:
     catalogue = Catalogue(None, Carrying(), 0, open_device("cpu:0"), "cpu:0")  # type: ignore[arg-type]
     spec = messages.VariableSpec("w", "float32", (4,), True, 0, 0, False)
     catalogue.learn(messages.Variable(1, spec, Location("parameters/float32", 64), 0))
-    shown = catalogue._carried[1] = aligned_copy(np.arange(4, dtype=F32))
+    shown = catalogue.copies.made[1] = aligned_copy(np.arange(4, dtype=F32))
     shown.flags.writeable = False
     poke(shown, 2)
     catalogue.restore([1, 7])

@@ -80,9 +80,8 @@ class Catalogue:
         #: Another object when some of them are no longer what they were.
         self.epoch = object()
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
-        # Copies of variables that cannot be mapped, and the session's count of waits when they were fetched.
-        self._carried: dict[int, np.ndarray] = {}
-        self._carried_at = 0
+        #: What :meth:`view` has returned of variables that are not mapped here.
+        self.copies = Copies(conversation)
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
         #: The dtypes whose second set of gradient buffers exists.
         self._second_gradients: set[str] = set()
@@ -139,7 +138,7 @@ class Catalogue:
                 self._located.pop((number, buffers), None)
             gone.append(self._views.pop(number, None))
             self._mapping_of.pop(number, None)
-            self._carried.pop(number, None)
+            self.copies.forget(number)
             self._handles.pop(("variable", number), None)
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
         if not self._device.is_host:
@@ -167,16 +166,18 @@ class Catalogue:
         """Whether this process cannot map the server's memory."""
         return bool(self._lifeline.carried_because)
 
+    def is_carried(self, number: int) -> bool:
+        """Whether the variable is not mapped here, so that a read fetches what it needs."""
+        name = self.place(number).place.segment
+        return self.carries or isinstance(self._lifeline.segment(name), RemoteSegment)
+
     def on_device(self, number: int) -> messages.DevicePlace | None:
         """Where the variable lies on the device of this replica, if the server keeps it there."""
-        return self._on_device((number,), -1)[0]
+        return self.gradients_on_device((number,), -1)[0]
 
     def gradients_on_device(self, numbers: Sequence[int], buffers: int) -> list[messages.DevicePlace | None]:
         """Where the gradients of several variables may be computed on the device of this replica, if the server keeps
-        the variables there."""
-        return self._on_device(numbers, buffers)
-
-    def _on_device(self, numbers: Sequence[int], buffers: int) -> list[messages.DevicePlace | None]:
+        the variables there; where the variables lie, if ``buffers`` is -1."""
         if not self._may_be_located or self.carries:
             return [None] * len(numbers)
         if (start := self.version(0)) != self._located_at:
@@ -258,18 +259,15 @@ class Catalogue:
     def view(self, number: int) -> np.ndarray:
         """The variable's value: the server's own memory, read-only, the same object until :meth:`preserve`. If that
         cannot be mapped, a copy of the bytes, the same object until this replica next waits."""
-        if self._carried_at != self._conversation.session.waits:
-            self._carried.clear()
-            self._carried_at = self._conversation.session.waits
         view = self._views.get(number)
         if view is None:
-            view = self._carried.get(number)
+            view = self.copies.get(number)
         if view is None:
             record = self.place(number)
             segment = self._lifeline.segment_of(record.array)
             view = segment.view(record.array)
             if isinstance(segment, RemoteSegment):
-                self._carried[number] = view
+                self.copies.keep(number, view)
             else:
                 self._views[number] = view
                 if self._device.is_host:
@@ -325,8 +323,8 @@ class Catalogue:
         :meth:`preserve`, where this process has written to them."""
         numbers = list(numbers)
         self.written.restore(numbers)
-        for number in self._carried.keys() & set(numbers):
-            copy, array = self._carried[number], self.place(number).array
+        for number in self.copies.made.keys() & set(numbers):
+            copy, array = self.copies.made[number], self.place(number).array
             copy.flags.writeable = True
             copy[...] = self._lifeline.segment_of(array).view(array)
             copy.flags.writeable = False
@@ -489,6 +487,35 @@ class Catalogue:
             return None
 
         return wanted
+
+
+class Copies:
+    """Copies of variables that are not mapped here. Each is the value until this replica next waits."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        #: The last ones by number, some of which may be values no more.
+        self.made: dict[int, np.ndarray] = {}
+        self._made_at = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is one that still is a value."""
+        return bool(self.made) and self._made_at == self._conversation.session.waits
+
+    def get(self, number: int) -> np.ndarray | None:
+        """The copy of a variable; None if there is none."""
+        return self.made.get(number) if self else None
+
+    def keep(self, number: int, copy: np.ndarray) -> None:
+        """Keep a copy of the present value."""
+        if not self:
+            self.made.clear()
+            self._made_at = self._conversation.session.waits
+        self.made[number] = copy
+
+    def forget(self, number: int) -> None:
+        """The variable is freed."""
+        self.made.pop(number, None)
 
 
 def _base(view: np.ndarray) -> np.ndarray:

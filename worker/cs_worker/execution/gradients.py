@@ -160,10 +160,9 @@ class GradientBuffers:
     def _check(self, gradient: np.ndarray, number: int) -> None:
         if not isinstance(gradient, (np.ndarray, self._device.array_module.ndarray)):
             raise InvalidArgumentError(f"a gradient is an array, not a {type(gradient).__name__}")
-        value = self._catalogue.view(number)
-        if gradient.shape == value.shape and gradient.dtype == value.dtype:
-            return
         spec = self._catalogue.place(number).spec
+        if gradient.shape == spec.shape and gradient.dtype == spec.dtype:
+            return
         if gradient.shape != spec.shape:
             raise InvalidArgumentError(
                 f"the gradient of {spec.name} has shape {gradient.shape}, but the variable has shape {spec.shape}"

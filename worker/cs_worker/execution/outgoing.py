@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from central_storage.wire_values.value_codec import to_error
 from cs_proto.arrays import INLINE_NBYTES, Array, array_of, dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.messages import Error
+from cs_proto.messages import Error, SparseGradient
 from cs_runtime.shared_memory.arena import Arena
 
-__all__ = ["FRAMES", "Placing", "raised_error"]
+__all__ = ["FRAMES", "Placing", "raised_error", "row_gradients"]
 
 #: A message of the worker has at most this many arrays in frames; receivers take a few times as many.
 FRAMES = 1000
@@ -60,3 +62,8 @@ def raised_error(raised: BaseException, replica: int, merge_index: int, arena: A
             f"a {type(untold).__name__}"
         )
         return error_of(substitute, replica, merge_index)
+
+
+def row_gradients(numbers: Sequence[int], placed: Sequence[Array]) -> tuple[SparseGradient, ...]:
+    """The sparse gradients of these variables, whose values and indices take turns in ``placed``."""
+    return tuple(map(SparseGradient, numbers, placed[::2], placed[1::2]))

@@ -37,7 +37,7 @@ from cs_worker.session.core import path_text
 
 from .gradients import GradientBuffers
 from .numerics import named, numerics_of
-from .outgoing import FRAMES, Placing, raised_error
+from .outgoing import FRAMES, Placing, raised_error, row_gradients
 from .worker_context import WorkerContext
 
 __all__ = ["Replica"]
@@ -117,8 +117,8 @@ class Replica:
             catalogue = self._shop.catalogue
             mapped = catalogue.mapped.get(number)
             if mapped is not None:  # the server's memory, seen before: most reads, which change nothing here
-                if not self._written:
-                    reading.epoch = catalogue.epoch  # so are all that were shown in it
+                if not self._written and not catalogue.copies:
+                    reading.epoch = catalogue.epoch  # so are all that were shown in it, but for copies
                 return mapped
         return self._view(number)
 
@@ -170,7 +170,7 @@ class Replica:
         self._commit_writes_of(number)
         notes = self._unseen_of(number)
         value: np.ndarray
-        if not notes and not self._shop.catalogue.carries:
+        if not notes and not self._shop.catalogue.is_carried(number):
             value = self._shop.device.rows(number, rows, self._shop.catalogue)
             return value
         if not notes:
@@ -185,6 +185,11 @@ class Replica:
             value = own[places.reshape(rows.shape)]
         brought: np.ndarray = self._shop.device.bring(value)
         return brought
+
+    @_whole
+    def is_carried(self, number: int) -> bool:
+        """Whether the variable is not in this process's memory: to read all of it fetches all of it."""
+        return self._shop.catalogue.is_carried(number)
 
     @_whole
     def variable(self, number: int) -> messages.Variable:
@@ -246,7 +251,7 @@ class Replica:
         key = (self.count, site, ids, buffers, combining, bool(self._named))
         point = self._shop.applies.get(key)
         if point is None:
-            parts = [(optimizer, Numbers(d + s), _gradients(s, placed)) for optimizer, d, s, placed in brought]
+            parts = [(optimizer, Numbers(d + s), row_gradients(s, placed)) for optimizer, d, s, placed in brought]
             self._learn(key, self._bring_apply(parts, buffers, combining, site))
         else:
             self._note(point)
@@ -593,8 +598,3 @@ class Replica:
         """Raise again, without a question, what has ended the run as a whole."""
         if self._failed is not None:
             raise to_exception(self._failed, self._shop.catalogue.copy, self._shop.catalogue.resolve)
-
-
-def _gradients(numbers: Sequence[int], placed: Sequence[Array]) -> tuple[messages.SparseGradient, ...]:
-    """The sparse gradients of these variables, whose values and indices take turns in ``placed``."""
-    return tuple(map(messages.SparseGradient, numbers, placed[::2], placed[1::2]))

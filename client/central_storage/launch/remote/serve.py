@@ -24,7 +24,7 @@ from central_storage.launch.supervisor.seats import Elsewhere
 from cs_runtime import open_files
 from cs_runtime.run_file import RunFile
 
-__all__ = ["serve"]
+__all__ = ["serve", "start_child"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds between two checks whether the last script has left a service that has lost a worker.
@@ -60,7 +60,7 @@ def serve(
         console,
         start_timeout=start_timeout,
         logs=logs,
-        start_child=_start_child,
+        start_child=start_child,
         medium=medium,
         recovery=recovery,
         run_file=run_file,
@@ -122,6 +122,7 @@ def _told(error_path: str | None, failure: Failure, code: int) -> int:
     return code
 
 
-def _start_child(loop: Loop, command: Command, **calls: Callable[..., None]) -> Running:
+def start_child(loop: Loop, command: Command, **calls: Callable[..., None]) -> Running:
+    """Start the server here; the workers come from elsewhere."""
     kind = Child if command.role == "server" else Elsewhere
     return kind(loop, command, on_lines=calls["on_lines"], on_end=calls["on_end"])

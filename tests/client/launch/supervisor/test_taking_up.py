@@ -14,7 +14,7 @@ from tests.harness.timing import unit
 from central_storage.launch.cli import _goes_on
 from central_storage.launch.memory import Files
 from central_storage.launch.plan import of_incarnation
-from central_storage.launch.remote.serve import _start_child
+from central_storage.launch.remote.serve import start_child
 from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervisor.lifecycle import Service
 from cs_proto.messages import PROTOCOL, ClientGone, Died, Introduce, Join, Joined, Ready, Serving, StartFailed
@@ -39,7 +39,7 @@ def serve(world: World, run_file: RunFile) -> Service:
         ],
         world.sink,
         start_timeout=LIMIT,
-        start_child=_start_child,
+        start_child=start_child,
         medium=Files(directory),
         run_file=run_file,
     )

@@ -1,0 +1,358 @@
+"""One incarnation of a worker of another machine, as the processes of this machine see it.
+
+A stand-in introduces itself to the supervisor as that worker, listens where the worker would listen, and connects to
+the server and to other workers as the worker would. What they say goes to the outpost as it is, behind the bytes that
+it stands for; what the worker says comes from there, and only what a worker may say is passed on. :mod:`.passage` makes
+one for each incarnation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+
+from cs_proto import messages, peers, segment_names
+from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS, Decoder, decode, encode
+from cs_proto.errors import CentralStorageError, LaunchError, PeerProtocolError, ShutdownError
+from cs_proto.failures import error_of
+from cs_proto.messages import Joined, MadeProgress, OpenSegment, Ready, Run, Segment, SegmentRefused
+from cs_proto.records import Buffer, Record, replace
+from cs_runtime.logs import Complaints
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
+
+from . import items
+from .memory import PIECE_NBYTES, HeadMemory, Piece
+from .mirror import Mirror
+from .ranges import Catalogue, for_node, joined
+from .sockets import Sockets, Wire
+
+__all__ = ["Put", "StandIn", "Watching", "checked"]
+
+_log = logging.getLogger("central_storage.gateway")
+_complaints = Complaints(_log)
+
+#: Puts an item of a kind.
+Put = Callable[[bytes, Sequence[Buffer]], None]
+
+# Seconds in which the supervisor takes a connection and names it; everybody else waits meanwhile.
+_TIMEOUT = 5.0
+# The replica whose worker holds every token, and connects to other workers.
+_HOLDER = 0
+# While so many bytes wait for the outpost to take them, the server is not heard; ZeroMQ keeps so many of its messages.
+_MOST_WAITING, _UNREAD = 64 << 20, 2
+# Messages that are taken from one socket before the others have their turn.
+_AT_ONCE = 100
+# What a worker says to its server; the holder of a token says more.
+_OF_WORKERS = (
+    messages.Register,
+    messages.Ask,
+    messages.Return,
+    messages.ClientGone,
+    messages.Get,
+    messages.Describe,
+    messages.DescribeSlots,
+    messages.Fetch,
+    messages.Put,
+    messages.Locate,
+    messages.Statistics,
+)
+_OF_HOLDERS = (
+    messages.MergeCallReturn,
+    messages.Create,
+    messages.Assign,
+    messages.AssignSlot,
+    messages.Configure,
+)
+# What it answers to those that connect to it.
+_ANSWERS = (messages.Refused, messages.MailboxAccepted)
+
+
+def checked(record: Record, rank: int, incarnation: int) -> Record:
+    """The record, which a worker on another machine sends its server. Raises PeerProtocolError if that worker may not
+    say it: no worker does, or it speaks for another one."""
+    is_known = isinstance(record, _OF_WORKERS) or (rank == _HOLDER and isinstance(record, _OF_HOLDERS))
+    said = (rank, incarnation)
+    if isinstance(record, messages.Register):
+        said = (record.worker.replica, record.worker.incarnation)
+    elif isinstance(record, messages.Ask | messages.Return):
+        said = (record.replica, record.incarnation)
+    if not is_known or said != (rank, incarnation):
+        raise PeerProtocolError(
+            f"worker w{rank}.{incarnation} of another machine sent a {type(record).__name__} as w{said[0]}.{said[1]}, "
+            "which it may not send"
+        )
+    return record
+
+
+class Watching(Protocol):
+    """The loop of the gateway."""
+
+    #: For further sockets.
+    context: zmq.Context[Any]
+
+    def watch(self, what: zmq.Socket[bytes] | int, call: Callable[[], None]) -> None:
+        """Call ``call`` whenever there is something to read."""
+
+    def unwatch(self, what: zmq.Socket[bytes] | int) -> None:
+        """Do so no more."""
+
+
+class StandIn:
+    """The connections, and what is known at the node of the memory of the service."""
+
+    def __init__(
+        self,
+        loop: Watching,
+        run_directory: str,
+        assigned: Joined,
+        put: Put,
+        waiting: Callable[[], int],
+        failed: Callable[[CentralStorageError], None],
+    ) -> None:
+        """Connect. ``put`` puts an item for the outpost, and ``waiting`` tells how many bytes of them it has not taken.
+        ``failed`` is called if the service hangs up, or says what cannot be passed on; :meth:`close` must follow.
+
+        Raises LaunchError, NoAnswerError or ShutdownError if the supervisor does not know the worker ``assigned``.
+        """
+        self.rank, self.incarnation = assigned.rank, assigned.incarnation
+        self._loop, self._run_directory, self._put, self._failed = loop, run_directory, put, failed
+        self._waiting = waiting
+        self._hears_server = True
+        self._sockets = Sockets(loop.context)
+        self._catalogue, self._mirror = Catalogue(self.rank), Mirror()
+        self._memory = HeadMemory(self.rank, self._mapped)
+        self._words: dict[str, np.ndarray] = {}
+        self._from_server, self._from_peers = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
+        self._from_worker = Decoder(LIMITS)
+        #: The names by which the outpost was told of peers.
+        self._told: dict[bytes, bytes] = {}
+        self._colleagues: dict[bytes, Wire] = {}
+        self._wires: list[Wire] = []
+        link = supervisor_link.connect(run_directory, _TIMEOUT)
+        self._link = SupervisorLink(link, "worker", self.rank, self.incarnation, name=assigned.name)
+        try:
+            name = self._link.await_name(_TIMEOUT)
+            self._router = self._sockets.router(self._endpoint(self.rank, self.incarnation), WORK_LIMITS)
+            self._wires.append(self._router)
+            self._server = self._sockets.dealer(peers.server_endpoint(run_directory), name, unread=_UNREAD)
+            self._wires.append(self._server)
+        except OSError as error:
+            self._drop()
+            raise LaunchError(f"worker w{self.rank} of another machine cannot be reached here: {error}") from error
+        except BaseException:
+            self._drop()
+            raise
+        loop.watch(self._link.fileno(), self._guarded(self._hear_supervisor))
+        loop.watch(self._router.socket, self._guarded(self._hear_peers))
+        loop.watch(self._server.socket, self._guarded(self._hear_server))
+        self._guarded(self._hear_supervisor)()  # what came with the name
+
+    def close(self) -> None:
+        """Hang up: for the service, this worker has ended. Idempotent."""
+        if self._link.fileno() >= 0:
+            self._loop.unwatch(self._link.fileno())
+            for wire in self._wires:
+                if wire is not self._server or self._hears_server:
+                    self._loop.unwatch(wire.socket)
+            self._drop()
+
+    def turn(self) -> None:
+        """Hear the server again once the outpost has taken most of what waited."""
+        if not self._hears_server and self._waiting() < _MOST_WAITING:
+            self._hears_server = True
+            self._loop.watch(self._server.socket, self._guarded(self._hear_server))
+
+    def _drop(self) -> None:
+        for wire in self._wires:
+            wire.close()
+        self._wires.clear()
+        self._link.close()
+
+    # --- from the worker ----------------------------------------------------------------------------------------------
+
+    def pass_on(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+        """Do what an item of the outpost stands for. Raises PeerProtocolError for one that no worker sends, and
+        ShutdownError if the supervisor is gone."""
+        if not parts:
+            raise PeerProtocolError(f"an outpost sent an item of kind {kind!r:.20} without parts")
+        if kind == items.MEMORY:
+            self._memory.write(items.piece_of(parts))
+        elif kind == items.SERVER:
+            self._catalogue.learn(checked(self._from_worker.decode(parts), self.rank, self.incarnation))
+            self._server.send(parts)
+        elif kind == items.SUPERVISOR:
+            self._tell_supervisor(decode(parts))
+        elif kind == items.CONTROLLER:
+            self._answer(bytes(parts[0]), parts[1:])
+        elif kind == items.COLLEAGUE:
+            self._tell_colleague(bytes(parts[0]), parts[1:])
+        else:
+            raise PeerProtocolError(f"an outpost sent an item of kind {kind!r:.20}")
+        self._hear_waiting()
+
+    def _tell_supervisor(self, record: Record) -> None:
+        if isinstance(record, OpenSegment):
+            self._open(record.segment)
+        elif isinstance(record, Ready) or record == MadeProgress(self.incarnation):
+            self._link.send(record)
+        else:
+            raise PeerProtocolError(f"a worker of another machine sent its supervisor a {type(record).__name__}")
+
+    def _open(self, name: str) -> None:
+        """Tell the outpost how long a segment is, and whether the worker may write it."""
+        try:
+            segment, descriptors = self._link.ask_for_segment(OpenSegment(name))
+        except (CentralStorageError, TimeoutError) as error:
+            if isinstance(error, ShutdownError):
+                raise
+            self._put(items.SUPERVISOR, encode(SegmentRefused(name, error_of(error))))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._put(items.SUPERVISOR, encode(Segment(name, segment.reservation, segment.writable)))
+
+    def _answer(self, peer: bytes, parts: Sequence[Buffer]) -> None:
+        record = decode(parts, LIMITS)
+        if not isinstance(record, _ANSWERS):
+            raise PeerProtocolError(f"a worker of another machine sent {peer!r:.40} a {type(record).__name__}")
+        who = self._link.peers.get(peer)
+        if who is not None:  # else it has gone
+            self._router.send([who.name, *parts])
+
+    def _tell_colleague(self, peer: bytes, parts: Sequence[Buffer]) -> None:
+        record = self._from_worker.decode(parts)
+        if self.rank != _HOLDER or not isinstance(record, Run) or len(record.run) < 2:
+            raise PeerProtocolError(f"a worker of another machine sent {peer!r:.40} a {type(record).__name__}")
+        who = self._link.peers.get(peer)
+        if who is None or who.role != "worker":  # it has died, and the server says so
+            return
+        self._catalogue.learn(record)
+        wire = self._colleagues.get(peer)
+        if wire is None:
+            wire = self._sockets.dealer(self._endpoint(who.rank, who.incarnation), self._link.name)
+            self._colleagues[peer] = wire
+            self._wires.append(wire)
+            self._loop.watch(wire.socket, self._guarded(lambda: self._hear_colleague(peer, wire)))
+        wire.send(parts)
+
+    # --- to the worker ------------------------------------------------------------------------------------------------
+
+    def _hear_supervisor(self) -> None:
+        while (record := self._link.receive_nowait()) is not None:
+            self._introduce()
+            if isinstance(record, messages.Died | messages.Serving | messages.ClientGone):
+                self._put(items.SUPERVISOR, encode(record))
+        self._introduce()
+
+    def _hear_waiting(self) -> None:
+        """What the supervisor said while a segment or a name was awaited: polling does not show it."""
+        while self._link.has_waiting:
+            self._hear_supervisor()
+
+    def _introduce(self) -> None:
+        """Tell the outpost of the peers whom the supervisor has introduced since. Their names stay here: the outpost
+        gives them others."""
+        known = self._link.peers
+        for peer, who in list(known.items()):
+            if self._told.get(peer) != who.name:
+                self._told[peer] = who.name
+                self._put(items.SUPERVISOR, encode(replace(who, name=peer)))
+        for peer in self._told.keys() - known.keys():
+            del self._told[peer]
+            if (wire := self._colleagues.pop(peer, None)) is not None:
+                self._loop.unwatch(wire.socket)
+                self._wires.remove(wire)
+                wire.close()
+
+    def _hear_peers(self) -> None:
+        for _ in range(_AT_ONCE):
+            if (parts := self._router.take()) is None:
+                return
+            peer = self._link.peer_named(bytes(parts[0]))
+            if peer is None:
+                _complaints.warn(b"", "dropped a message of a process that the supervisor has not introduced")
+                continue
+            self._hear_supervisor()  # the outpost must know the sender first
+            if peer not in self._link.peers:  # it has died
+                continue
+            self._pass_down(items.CONTROLLER, self._from_peers, parts[1:], [peer])
+
+    def _hear_server(self) -> None:
+        for _ in range(_AT_ONCE):
+            if self._waiting() >= _MOST_WAITING:
+                self._hears_server = False
+                self._loop.unwatch(self._server.socket)
+                return
+            if (parts := self._server.take()) is None:
+                return
+            self._pass_down(items.SERVER, self._from_server, parts)
+
+    def _hear_colleague(self, peer: bytes, wire: Wire) -> None:
+        for _ in range(_AT_ONCE):
+            if (parts := wire.take()) is None:
+                return
+            self._pass_down(items.COLLEAGUE, self._from_peers, parts, [peer])
+
+    def _pass_down(self, kind: bytes, decoder: Decoder, parts: Sequence[Buffer], label: Sequence[Buffer] = ()) -> None:
+        """Put a message for the worker, behind the bytes that it stands for."""
+        try:
+            record = decoder.decode(parts)
+        except PeerProtocolError as error:
+            _complaints.warn(kind, "dropped a malformed message for worker w%d: %s", self.rank, error)
+            return
+        passed = for_node(record)
+        self._bring(record)
+        self._put(kind, [*label, *(parts if passed is record else encode(passed, BULK_LIMITS))])
+
+    def _bring(self, record: Record) -> None:
+        """Put the bytes that ``record`` stands for, and variables that have changed since they were put last."""
+        self._catalogue.learn(record)
+        versions = segment_names.versions()
+        counts = self._elements(versions)
+        fresh = self._mirror.before(record, self._catalogue, self._elements(segment_names.CONTROL), counts)
+        for piece in self._memory.pieces(joined([*fresh.ranges, *self._catalogue.down(record)])):
+            self._put(items.MEMORY, items.parts_of(piece))
+        for offset, data in fresh.words:
+            for start in range(0, len(data), PIECE_NBYTES):
+                piece = Piece(versions, counts.nbytes, offset + start, data[start : start + PIECE_NBYTES])
+                self._put(items.MEMORY, items.parts_of(piece))
+
+    def _elements(self, name: str) -> np.ndarray:
+        """A whole segment of numbers."""
+        found = self._words.get(name)
+        if found is None:
+            found = self._words[name] = self._mapped(name, 0).elements("uint64")
+        return found
+
+    def _mapped(self, name: str, stop: int) -> Mapping:
+        segment = self._link.segment(name, stop)
+        if not isinstance(segment, Mapping):
+            raise LaunchError(
+                f"workers on other machines need a service whose memory the gateway can map, and "
+                f"{self._link.carried_because}; start it without --memory frames"
+            )
+        return segment
+
+    def _guarded(self, call: Callable[[], None]) -> Callable[[], None]:
+        """``call``, whose errors end this worker and nothing else."""
+
+        def guarded() -> None:
+            if self._link.fileno() < 0:
+                return
+            try:
+                call()
+                self._hear_waiting()
+            except CentralStorageError as error:
+                self._failed(error)
+
+        return guarded
+
+    def _endpoint(self, rank: int, incarnation: int) -> str:
+        return peers.worker_endpoint(self._run_directory, rank, incarnation)

@@ -1,0 +1,286 @@
+"""The service as one worker on another machine sees it: its supervisor, its server, its peers and its memory.
+
+A node makes all of them in a run directory of its own, so the worker is the one that runs anywhere. What the worker
+says goes to the gateway as it is, behind the bytes that it stands for; what the others say comes from there. The worker
+knows them by names that the node has made: a name means something on one machine only. :mod:`.outpost` starts the
+worker, and knows the gateway.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from central_storage.cluster import items
+from central_storage.cluster.memory import NodeMemory
+from central_storage.cluster.ranges import Catalogue
+from central_storage.cluster.sockets import Sockets, Wire
+from central_storage.launch.supervisor.children import Child
+from central_storage.launch.supervisor.connections import Peer
+from central_storage.launch.supervisor.introductions import new_name
+from central_storage.launch.supervisor.loop import Loop
+from central_storage.launch.supervisor.reception import Reception, as_record
+from cs_proto import messages, segment_names
+from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS, Decoder, decode, encode
+from cs_proto.errors import InvalidArgumentError, LaunchError, PeerProtocolError
+from cs_proto.messages import Introduce, Joined, Mailbox, MakeMailbox, OpenMailbox, OpenSegment, Segment, SegmentRefused
+from cs_proto.peers import server_endpoint, worker_endpoint
+from cs_proto.records import Buffer, Record, replace
+from cs_runtime.logs import Complaints
+
+__all__ = ["Node"]
+
+_log = logging.getLogger("central_storage.launch")
+_complaints = Complaints(_log)
+
+_ELSEWHERE = "the worker is on another machine"
+# So many clients that have gone are remembered, as every process does.
+_GONE_CLIENTS = 8
+# The replica whose worker connects to other workers.
+_HOLDER = 0
+
+
+class _Incarnation:
+    """What belongs to one worker process and ends with it."""
+
+    def __init__(self, assigned: Joined, child: Child) -> None:
+        self.child = child
+        self.rank, self.incarnation = assigned.rank, assigned.incarnation
+        #: The worker's connection to its supervisor, and its name; None and empty before it has introduced itself.
+        self.peer: Peer | None = None
+        self.name = b""
+        #: What the supervisor said before that.
+        self.early: list[Record] = []
+        self.memory, self.catalogue = NodeMemory(self.rank), Catalogue(self.rank)
+        self.from_worker = Decoder(LIMITS)
+        self.from_server, self.from_peers = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
+        #: Those that may send messages to the worker, under the names that they have here.
+        self.introduced: dict[bytes, Introduce] = {}
+        #: The sockets that stand for them: of those that connect to the worker, and of those to which it connects.
+        self.callers: dict[bytes, Wire] = {}
+        self.colleagues: dict[bytes, Wire] = {}
+        #: Clients that have gone, the last one last.
+        self.gone: list[bytes] = []
+
+
+class Node:
+    """The surroundings of the worker of one outpost, from one incarnation to the next."""
+
+    def __init__(self, loop: Loop, run_directory: str, put: Callable[[bytes, Sequence[Buffer]], None]) -> None:
+        """``put`` puts an item for the gateway. Nothing is opened yet."""
+        self._loop, self._run_directory, self._put = loop, run_directory, put
+        self._reception = Reception(loop, self._record, self._gone, lambda peer: False, lambda what: None)
+        self._sockets = Sockets()
+        self._server: Wire | None = None
+        self._now: _Incarnation | None = None
+
+    def open(self) -> None:
+        """Listen as supervisor and as server. Raises LaunchError if that cannot be done in the run directory."""
+        try:
+            self._reception.open(os.path.join(self._run_directory, "supervisor"))
+            self._server = self._watched(self._sockets.router(server_endpoint(self._run_directory), LIMITS))
+        except OSError as error:
+            raise LaunchError(f"no socket can be made in {self._run_directory}: {error.strerror}") from error
+
+    def begin(self, assigned: Joined, child: Child) -> None:
+        """``child`` is the worker now."""
+        self.end()
+        self._now = _Incarnation(assigned, child)
+
+    def end(self) -> None:
+        """The worker has ended: what belongs to it is dropped. Idempotent."""
+        now, self._now = self._now, None
+        if now is not None:
+            for wire in (*now.callers.values(), *now.colleagues.values()):
+                self._drop(wire)
+            if now.peer is not None:
+                now.peer.close()
+            now.memory.close()
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        self.end()
+        if not self._reception.is_closed:
+            self._reception.close()
+            if self._server is not None:
+                self._loop.forget(self._server.fileno())
+            self._sockets.close()
+
+    # --- from the gateway ---------------------------------------------------------------------------------------------
+
+    def pass_on(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+        """Do what an item of the gateway stands for. Nothing is done if no worker runs. Raises PeerProtocolError for
+        what no gateway sends."""
+        now = self._now
+        if now is None:
+            return
+        if kind == items.MEMORY:
+            now.memory.write(items.piece_of(parts))
+        elif kind == items.SUPERVISOR:
+            self._heed(now, decode(parts))
+        elif kind == items.SERVER:
+            now.catalogue.learn(now.from_server.decode(parts))
+            assert self._server is not None
+            self._server.send([now.name, *parts])
+        elif kind == items.CONTROLLER:
+            now.catalogue.learn(now.from_peers.decode(parts[1:]))
+            self._caller(now, bytes(parts[0])).send(parts[1:])
+        elif kind == items.COLLEAGUE:
+            if (colleague := now.colleagues.get(bytes(parts[0]))) is not None:
+                colleague.send([now.name, *parts[1:]])
+        else:
+            raise PeerProtocolError(f"the gateway sent an item of kind {kind!r:.20}")
+
+    def _heed(self, now: _Incarnation, record: Record) -> None:
+        """The supervisor of the service says something."""
+        if isinstance(record, Segment):
+            self._hand_out(now, record)
+        elif isinstance(record, SegmentRefused):
+            if now.peer is not None:
+                now.peer.send(record)
+        elif isinstance(record, Introduce):
+            self._introduce(now, record)
+        else:
+            if isinstance(record, messages.Serving):
+                record = replace(record, run_directory=self._run_directory)
+            self._tell(now, record)
+            if isinstance(record, messages.Died) and record.role == "worker":
+                self._forget(now, b"w%d.%d" % (record.rank, record.incarnation))
+            elif isinstance(record, messages.ClientGone):
+                now.gone += [peer for peer, who in now.introduced.items() if who.client == record.client]
+                for peer in now.gone[:-_GONE_CLIENTS]:  # not earlier: its last messages may come after this
+                    self._forget(now, peer)
+
+    def _hand_out(self, now: _Incarnation, segment: Segment) -> None:
+        if now.peer is None:
+            return
+        name = segment.segment
+        if segment_names.is_sparse(name):  # its bytes are not here: rows of it are fetched from the server
+            now.peer.send(replace(segment, writable=False, is_elsewhere=True))
+            return
+        now.memory.hold(name, segment.reservation)
+        answer = replace(segment, reservation=now.memory.reservation(name))
+        now.peer.send(answer, now.memory.descriptor(name, writable=segment.writable))
+
+    def _introduce(self, now: _Incarnation, who: Introduce) -> None:
+        """A process may send messages to the worker; its name is what it is called."""
+        self._forget(now, who.name)
+        named = now.introduced[who.name] = replace(who, name=new_name())
+        self._tell(now, named)
+        if who.role == "worker" and now.rank == _HOLDER:
+            endpoint = worker_endpoint(self._run_directory, who.rank, who.incarnation)
+            now.colleagues[who.name] = self._watched(self._sockets.router(endpoint, WORK_LIMITS))
+
+    def _tell(self, now: _Incarnation, record: Record) -> None:
+        if now.peer is not None:
+            now.peer.send(record)
+        elif not isinstance(record, Introduce):
+            now.early.append(record)
+
+    def _caller(self, now: _Incarnation, peer: bytes) -> Wire:
+        """The socket that stands for one of those that connect to the worker."""
+        wire = now.callers.get(peer)
+        if wire is None:
+            if peer not in now.introduced:
+                raise PeerProtocolError(f"the gateway sent a message of {peer!r:.40}, which it has not introduced")
+            endpoint = worker_endpoint(self._run_directory, now.rank, now.incarnation)
+            made = self._sockets.dealer(endpoint, now.introduced[peer].name, LIMITS)
+            wire = now.callers[peer] = self._watched(made)
+        return wire
+
+    def _forget(self, now: _Incarnation, peer: bytes) -> None:
+        now.gone = [each for each in now.gone if each != peer]
+        now.introduced.pop(peer, None)
+        for wire in (now.callers.pop(peer, None), now.colleagues.pop(peer, None)):
+            if wire is not None:
+                self._drop(wire)
+
+    # --- from the worker ----------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Put what the worker has said. False if there was nothing."""
+        now = self._now
+        if now is None or self._server is None:
+            return False
+        has_spoken = False
+        while (parts := self._server.take()) is not None:
+            has_spoken = True
+            if bytes(parts[0]) == now.name:
+                self._pass_up(now, items.SERVER, parts[1:])
+        for peer, wire in list(now.callers.items()):
+            while (parts := wire.take()) is not None:
+                has_spoken = True
+                self._put(items.CONTROLLER, [peer, *parts])
+        for peer, wire in list(now.colleagues.items()):
+            while (parts := wire.take()) is not None:
+                has_spoken = True
+                if bytes(parts[0]) == now.name:
+                    self._pass_up(now, items.COLLEAGUE, parts[1:], [peer])
+        return has_spoken
+
+    def _pass_up(self, now: _Incarnation, kind: bytes, parts: Sequence[Buffer], label: Sequence[Buffer] = ()) -> None:
+        """Put a message of the worker, behind the bytes that it stands for."""
+        try:
+            record = (now.from_worker if kind == items.SERVER else now.from_peers).decode(parts)
+        except PeerProtocolError as error:
+            _complaints.warn(kind, "dropped a malformed message of worker w%d: %s", now.rank, error)
+            return
+        now.catalogue.learn(record)
+        if not now.catalogue.is_repeated(record):
+            for piece in now.memory.pieces(now.catalogue.up(record)):
+                self._put(items.MEMORY, items.parts_of(piece))
+        self._put(kind, [*label, *parts])
+
+    def _record(self, peer: Peer, record: Record) -> None:
+        now = self._now
+        if isinstance(record, Introduce):
+            self._meet(peer, record)
+        elif now is None or peer is not now.peer:
+            self._reception.refuse(peer, f"process {peer.pid} is not the worker of this outpost")
+        elif isinstance(record, OpenSegment):
+            if segment_names.is_times(record.segment):
+                error = InvalidArgumentError(f"no step times are kept: {_ELSEWHERE}")
+                peer.send(SegmentRefused(record.segment, as_record(error)))
+            else:
+                self._put(items.SUPERVISOR, encode(record))
+        elif isinstance(record, MakeMailbox | OpenMailbox):
+            number = record.mailbox if isinstance(record, OpenMailbox) else 0
+            peer.send(Mailbox(number, False, _ELSEWHERE))
+        elif isinstance(record, messages.Ready | messages.MadeProgress):
+            self._put(items.SUPERVISOR, encode(record))
+        else:
+            _complaints.warn(peer.pid, "dropped a %s of worker w%d", type(record).__name__, now.rank)
+
+    def _meet(self, peer: Peer, who: Introduce) -> None:
+        """A process introduces itself: the worker, or one that has no business here."""
+        now = self._now
+        said = (who.role, who.rank, who.incarnation)
+        if now is None or said != ("worker", now.rank, now.incarnation) or not now.child.is_run_by(peer, who):
+            why = "here runs a worker of a service on another machine; ask there (its address: cs-launch --join)"
+            self._reception.turn_away(peer, LaunchError(why))
+            return
+        if now.peer is not None:
+            self._reception.refuse(peer, f"worker w{now.rank} introduced itself twice")
+            return
+        now.peer, now.name = peer, new_name()
+        peer.introduction = replace(who, name=now.name)
+        peer.send(peer.introduction)
+        for record in (*now.introduced.values(), *now.early):
+            peer.send(record)
+        now.early.clear()
+
+    def _gone(self, peer: Peer) -> None:
+        """A connection has ended. The kernel tells the outpost of the end of its worker."""
+
+    def _watched(self, wire: Wire) -> Wire:
+        self._loop.on_readable(wire.fileno(), _wake)
+        return wire
+
+    def _drop(self, wire: Wire) -> None:
+        self._loop.forget(wire.fileno())
+        wire.close()
+
+
+def _wake() -> None:
+    """The loop has a turn, after which everything is looked at."""

@@ -1,0 +1,253 @@
+"""``cs-launch --join tcp://ADDRESS:PORT``: one worker of a service on another machine.
+
+It is linked to the gateway of the service, is assigned a worker, and runs it as a child, in a private run directory
+with surroundings of its own (:mod:`.node`). A cut of the link changes nothing as long as it is mended in time. If the
+gateway was started again, the worker is, too. ``join_options`` calls :func:`hold`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from central_storage.cluster import items
+from central_storage.cluster.link import Link
+from central_storage.launch.foreground import WORKER_FAILED
+from central_storage.launch.plan import Command, of_incarnation
+from central_storage.launch.supervisor.children import Child, end_leftovers, reap_adopted
+from central_storage.launch.supervisor.lifecycle import STOP_GRACE
+from central_storage.launch.supervisor.loop import Loop, Signals
+from central_storage.launch.supervisor.output import Console, Screen, Stream
+from cs_proto.codec import decode, encode
+from cs_proto.errors import CentralStorageError, ConfigurationError, Fenced, LaunchError, PeerProtocolError
+from cs_proto.messages import PROTOCOL, Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown
+from cs_proto.printable import printable
+from cs_proto.records import Buffer, Record
+from cs_runtime import open_files
+from cs_runtime.transport.curve import WorkerKeys
+
+from .node import Node
+
+__all__ = ["hold"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds for the last messages at the end.
+_LAST_WORDS = 0.5
+
+
+def hold(
+    endpoint: str,
+    keys: WorkerKeys,
+    run_directory: str,
+    command_of: Callable[[Joined], Command],
+    start_timeout: float,
+) -> int:
+    """Run one worker of the service behind ``endpoint`` until the service ends or releases it. The worker's sockets lie
+    in ``run_directory``; ``command_of`` returns the command to start it. A worker that dies is started again when the
+    service asks for that.
+
+    Returns the exit code: 0 after SIGTERM or Ctrl-C, or if the service ended in order, 4 otherwise. Raises LaunchError
+    if no service answers within ``start_timeout`` seconds or if it has no place for this worker, and
+    ConfigurationError if it does not admit the key.
+    """
+    open_files.raise_limit()
+    return _Outpost(endpoint, keys, run_directory, command_of, start_timeout).run()
+
+
+class _Outpost:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: WorkerKeys,
+        run_directory: str,
+        command_of: Callable[[Joined], Command],
+        start_timeout: float,
+    ) -> None:
+        self._endpoint, self._keys, self._start_timeout = endpoint, keys, start_timeout
+        self._run_directory, self._command_of = run_directory, command_of
+        self._loop = Loop()
+        self._console = Console(self._loop)
+        self._screen = Screen(self._console)
+        self._link: Link | None = None
+        self._node = Node(self._loop, run_directory, self._put)
+        self._worker: Child | None = None
+        self._has_joined = False
+        self._told = False  # to end, by a signal or by the service
+        self._has_failed = False  # the worker has died, and none runs in its place
+        self._code: int | None = None
+
+    def run(self) -> int:
+        with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
+            try:
+                self._node.open()
+                self._connect()
+                while self._code is None:
+                    self._loop.turn(None if self._link is None else self._link.timeout())
+                    self._look()
+            finally:
+                self._close()
+        return self._code
+
+    def _connect(self) -> None:
+        """Ask the gateway for a worker."""
+        self._link = Link.connect(self._endpoint, self._keys, self._start_timeout)
+        self._loop.on_readable(self._link.fileno(), _wake)
+        self._put(items.JOIN, encode(Join(PROTOCOL, os.getpid())))
+
+    def _put(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+        if self._link is not None:
+            self._link.put(kind, parts)
+
+    def _look(self) -> None:
+        """Pass on all that has come, from either side, until nothing more comes."""
+        try:
+            while (link := self._link) is not None:
+                link.turn()
+                received = link.received()
+                for kind, parts in received:
+                    self._heard(kind, parts)
+                if not self._node.turn() and not received:
+                    break
+        except CentralStorageError as error:
+            self._hang_up(error)
+        if self._link is not None and self._link.is_over:
+            self._hang_up(self._link.reason or LaunchError("the service is gone"))
+
+    def _hang_up(self, reason: CentralStorageError) -> None:
+        """The session is over: the worker ends, and another session begins if the gateway was only started again."""
+        assert self._link is not None
+        self._loop.forget(self._link.fileno())
+        self._link.close()
+        self._link = None
+        if self._told:
+            return
+        if not self._has_joined:
+            raise reason if isinstance(reason, ConfigurationError | LaunchError) else LaunchError(str(reason))
+        is_anew = isinstance(reason, Fenced)
+        self._say(f"{reason}{'; another worker is asked for' if is_anew else ''}")
+        if not is_anew:
+            self._has_failed = True
+            self._end()
+        elif self._worker is None:
+            self._connect()
+        else:
+            self._worker.asked = True
+            self._worker.signal(signal.SIGKILL)
+
+    # --- the worker ---------------------------------------------------------------------------------------------------
+
+    def _heard(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+        if kind == items.JOIN:
+            record = decode(parts)
+            if not isinstance(record, Joined) or self._worker is not None:
+                raise PeerProtocolError(f"the gateway sent a {type(record).__name__} where it had to assign a worker")
+            if not self._told:
+                self._start(record)
+        elif kind == items.LAUNCHER:
+            self._heed(decode(parts))
+        elif self._worker is not None:
+            self._node.pass_on(kind, parts)
+
+    def _heed(self, record: Record) -> None:
+        """The supervisor of the service asks something of the launcher."""
+        worker = self._worker
+        if isinstance(record, Shutdown):
+            self._end()
+        elif worker is None:
+            return
+        elif isinstance(record, Interrupt):
+            worker.interrupt()
+        elif isinstance(record, Kill) and worker.command.incarnation == record.incarnation:
+            worker.kill(record.reason)
+        elif isinstance(record, ShowStacks) and worker.command.incarnation == record.incarnation:
+            worker.show_stacks()
+
+    def _start(self, assigned: Joined) -> None:
+        self._has_joined, self._has_failed = True, False
+        command = of_incarnation(self._command_of(assigned), assigned.incarnation)
+        self._say(
+            f"worker {command.label} of {assigned.replicas} on {command.device}, for the service behind "
+            f"{self._endpoint}, transport tcp + CURVE"
+        )
+        try:
+            self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
+        except OSError as error:
+            self._say(f"the worker could not be started ({command.argv[0]}: {error.strerror})")
+            self._code = WORKER_FAILED
+        else:
+            self._node.begin(assigned, self._worker)
+
+    def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
+        self._screen.write(stream, worker.command.label, lines)
+
+    def _ended(self, worker: Child) -> None:
+        command = worker.command
+        end_leftovers(self._run_directory, command.role, command.rank)
+        try:
+            self._node.turn()  # its last messages
+        except CentralStorageError as error:  # what follows is the same as if it had died before
+            self._say(str(error))
+        self._node.end()
+        self._worker = None
+        if self._told:
+            self._code = WORKER_FAILED if self._has_failed else 0
+        elif self._link is None:
+            self._connect()
+        else:
+            self._say(f"{worker.name} ended by {worker.cause}")
+            self._has_failed = True
+            who = (command.role, command.rank, command.incarnation)
+            # The service decides whether to start another one.
+            died = Died(*who, worker.pid, worker.cause, worker.tail.text())
+            self._put(items.LAUNCHER, encode(died))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
+        elif self._told:
+            self._kill()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        if self._worker is None:
+            self._code = WORKER_FAILED if self._has_failed else 0
+        else:
+            self._worker.asked = True
+            self._worker.signal(signal.SIGTERM)
+            self._loop.call_later(STOP_GRACE, self._kill)
+
+    def _kill(self) -> None:
+        if self._worker is not None:
+            self._worker.signal(signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._told = True
+        self._kill()
+        while self._worker is not None:
+            self._loop.turn()
+        deadline = time.monotonic() + _LAST_WORDS
+        while not self._console.empty and (left := deadline - time.monotonic()) > 0:
+            self._loop.turn(left)
+        self._node.close()
+        if self._link is not None:
+            self._loop.forget(self._link.fileno())
+            self._link.close()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+    def _say(self, text: str) -> None:
+        self._screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))
+
+
+def _wake() -> None:
+    """The loop has a turn, after which everything is looked at."""
