@@ -70,8 +70,8 @@ test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX,
 	@$(PYTEST) tests/interop client/central_storage/torch --ignore=tests/interop/jax
 	@$(PYTEST) tests/interop/jax client/central_storage/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
 
-test-ray: $(VENV)/.installed-ray  ## services in actors of Ray and in trials of Ray Tune, which are installed first
-	@$(BIN)/python -m pytest -p tests.harness.progress tests/ray  # in one process: the tests share a node of Ray
+test-ray: $(VENV)/.installed-ray  ## workers that Ray places, and services in actors of Ray and in trials of Ray Tune, which are installed first
+	@$(BIN)/python -m pytest -p tests.harness.progress tests/ray  # in one process: the tests share nodes of Ray
 
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
 	@tests/tools/run $(BIN)/python

@@ -70,6 +70,7 @@ BROKEN = {
     "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.torch"),
     "ray": ("client/central_storage/launch/gpu_usage.py", "import ray"),
     "jax-layers": ("client/central_storage/jax/schedules.py", "import central_storage.jax.step"),
+    "ray-layers": ("client/central_storage/ray/host.py", "import central_storage.ray.placer"),
     "torch-layers": ("client/central_storage/torch/parameters.py", "import central_storage.torch.step"),
     "planning-layers": ("client/central_storage/planning/plan.py", "import central_storage.planning.link"),
     "ctl-layers": ("client/central_storage/ctl/services.py", "import central_storage.ctl.commands.ls"),
@@ -105,6 +106,7 @@ EXHAUSTIVE = {
     "central_storage.jax",
     "central_storage.launch",
     "central_storage.planning",
+    "central_storage.ray",
     "central_storage.timeline",
     "central_storage.torch",
 }
@@ -326,6 +328,10 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
             },
         ),
         ("optax", {"central_storage.jax.optimizer", "central_storage.jax.state"}),
+        (
+            "ray",
+            {"central_storage.ray.connection", "central_storage.ray.host", "central_storage.ray.placer"},
+        ),
         ("prometheus_client", {"central_storage.exporter.families"}),
         ("tensorboardX", {"central_storage.summary"}),
         ("tqdm", {"central_storage.diagnostics.bars"}),

@@ -2,8 +2,8 @@
 
 A process of its own looks at the kernel's lists of sockets a few times a second, as long as a session of tests runs,
 and prints a line for each socket that a supervisor, server or worker has. ``cs-launch`` with ``--metrics-port``,
-``--listen`` or ``--join tcp:``, its exporter and its gateway may have some, because a user has asked for them. A socket
-that lives shorter than two looks may be missed.
+``--listen``, ``--ray`` or ``--join tcp:``, its exporter and its gateway may have some, because a user has asked for
+them. A socket that lives shorter than two looks may be missed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LISTS = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
 # The supervisor's modules and commands. Servers and workers, and what they start, have CS_ROLE in their environment.
 _SUPERVISOR = re.compile(r"central_storage\.launch|/cs-launch\b")
 _ROLES = {"server", "worker"}
-_ASKED = re.compile(r"--metrics-port|--listen|--join tcp:|central_storage\.(exporter|gateway)")
+_ASKED = re.compile(r"--metrics-port|--listen|--ray\b|--join tcp:|central_storage\.(exporter|gateway)")
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""One node of Ray for all tests of this folder: its start takes longer than most of them."""
+"""One node and one cluster of Ray for all tests of this folder: their start takes longer than most of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,32 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.harness.processes import start
+from tests.harness.processes import Child, start
 from tests.harness.timing import unit
 
+HERE = Path(__file__).parent
 #: Two trials with two workers each.
 CPUS = 4
+#: Of each pretend node: a worker, and one that takes the place of another node's.
+CPUS_OF_NODE = 2
 
 
-@pytest.fixture(scope="session")
-def node() -> Iterator[Mapping[str, str]]:
-    """A node on loopback; the environment of programs that use it. All that Ray has started is gone afterwards."""
+@dataclass(frozen=True)
+class Running:
+    """A program that keeps nodes of Ray, and the environment of programs that use them."""
+
+    child: Child
+    environment: Mapping[str, str]
+
+
+@contextmanager
+def kept(program: str, cpus: int) -> Iterator[Running]:
+    """Nodes on loopback, which ``program`` keeps. All that Ray has started is gone afterwards."""
     directory = tempfile.mkdtemp(prefix="ray-")  # a short path, for Ray's sockets
     environment = {
         "RAY_AUTH_MODE": "token",
@@ -29,11 +42,32 @@ def node() -> Iterator[Mapping[str, str]]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONWARNINGS": "default",  # Ray's own are not ours
     }
-    with start(Path(__file__).parent / "node.py", directory, str(CPUS), environment=environment) as child:
+    with start(HERE / program, directory, str(cpus), environment=environment) as child:
         address = child.wait_for(r"^address (.+)$", unit(120))[1]
-        yield {**environment, "RAY_ADDRESS": address}
+        yield Running(child, {**environment, "RAY_ADDRESS": address})
         child.signal(signal.SIGTERM)
         child.wait(unit(60)).ok()
         assert not child.left(unit(10))
     shutil.rmtree(directory)
     assert not os.path.exists(directory)
+
+
+@pytest.fixture(scope="session")
+def node() -> Iterator[Mapping[str, str]]:
+    """A node; the environment of programs that use it."""
+    with kept("node.py", CPUS) as running:
+        yield running.environment
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Running]:
+    """Three pretend nodes."""
+    with kept("cluster.py", CPUS_OF_NODE) as running:
+        yield running
+
+
+@pytest.fixture
+def mortal() -> Iterator[Running]:
+    """Three pretend nodes for one test, which may kill some."""
+    with kept("cluster.py", CPUS_OF_NODE) as running:
+        yield running

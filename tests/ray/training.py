@@ -43,10 +43,11 @@ class Training:
         #: All that a later trial needs to go on.
         self.checkpoint = cs.train.Checkpoint(w=w, table=table, optimizer=optimizer, data=self._batches)
 
-    def run(self, after: Callable[[int], Any] = lambda count: None) -> str:
+    def run(self, after: Callable[[int], Any] = lambda count: None, lookahead: int = 64) -> str:
         """Make the steps that are left, call ``after`` with the number of results after each, and return the digest of
         all variables."""
-        for count, _ in enumerate(self._strategy.run_steps(self._step, self._batches), 1):
+        steps = self._strategy.run_steps(self._step, self._batches, lookahead=lookahead)
+        for count, _ in enumerate(steps, 1):
             after(count)
         digest = hashlib.sha256()
         for variable in self._variables:

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from .devices.device_names import Devices
     from .recovery_options import Recovery
 
-__all__ = ["Opener", "before_save", "default_replica", "open_service"]
+__all__ = ["Cluster", "Opener", "before_save", "default_replica", "open_service"]
+
+
+class Cluster(Protocol):
+    """Other machines on which the workers of a strategy run."""
+
+    #: The number of workers.
+    workers: int
+
+    def options(self) -> list[str]:
+        """The options of ``cs-launch`` that say the same. Who gets them removes the file of ``--runtime-env``."""
 
 
 class Opener(Protocol):
@@ -30,6 +40,7 @@ class Opener(Protocol):
         start_timeout: float,
         in_process: bool,
         recovery: Recovery,
+        cluster: Cluster | None = None,
     ) -> ServiceBackend:
         """The service, up and ready. Raises DeviceError, ConfigurationError or LaunchError."""
 

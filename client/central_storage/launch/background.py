@@ -14,8 +14,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
@@ -26,52 +26,42 @@ from cs_runtime import open_files
 
 from .affinity import machine
 from .packages import python_path
-from .plan import Options, service_commands
+from .plan import Command, Options, service_commands
 from .run_directory import RunDirectory
 from .service_file import ServiceFile
-from .supervisor.children import reap_adopted
-from .supervisor.connections import Peer
+from .sidecar import Beside, Sidecars
+from .supervisor.children import Child, Running, reap_adopted
+from .supervisor.connections import OwnerSink
 from .supervisor.lifecycle import Service
 from .supervisor.loop import Loop, Signals
 from .supervisor.mailboxes import mailboxes_by_default
-from .supervisor.output import LogFiles, Stream
+from .supervisor.output import LogFiles
+from .supervisor.seats import Elsewhere
 
 __all__ = ["main"]
 
+# Of the time that the start may take, the part in which workers from elsewhere must have their places.
+_PLACING = 0.75
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class OwnerSink:
-    """The owner's connection as a sink. It is never full: a script that computes reads nothing, and drops instead."""
-
-    full = False
-
-    def __init__(self) -> None:
-        self.on_room: Callable[[], None] = lambda: None
-        self.peer: Peer | None = None
-
-    def write(self, stream: Stream, text: str) -> None:
-        """Send ``text`` to the owner."""
-        if self.peer is not None:
-            self.peer.output(stream, text)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a service until its owner lets go of it; the exit code."""
-    options = _parser().parse_args(arguments)
+    options, elsewhere = _parser().parse_known_args(arguments)
     configure_logging("supervisor")
     dump_stacks_on_signal()
     open_files.raise_limit()
     owner = socket.socket(fileno=options.client_descriptor)
     owner.set_inheritable(False)
     try:
-        run_directory = RunDirectory()
-        try:
+        with ExitStack() as undo:
+            run_directory = RunDirectory()
+            undo.callback(run_directory.remove)
             loop, sink = Loop(), OwnerSink()
-            service = _service(loop, sink, run_directory.path, options)
-            _serve(loop, service, sink, owner, options.owner_pid)
-        finally:
-            run_directory.remove()
+            beside, listen = _from_elsewhere(elsewhere, options, run_directory.path, undo) if elsewhere else ([], "")
+            service = _service(loop, sink, run_directory.path, options, listen)
+            with Sidecars(loop, service.say, beside) as sidecars:
+                _serve(loop, service, sink, owner, options.owner_pid, sidecars)
     except CentralStorageError as error:  # there is not even a supervisor to say why
         reason = Error(code_of(type(error)), str(error), None, "", -1, 0, "")
         with suppress(OSError):  # the owner has gone
@@ -81,7 +71,44 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.Namespace) -> Service:
+def _from_elsewhere(
+    words: Sequence[str], options: argparse.Namespace, run_directory: str, undo: ExitStack
+) -> tuple[list[Beside], str]:
+    """The processes that bring workers from other machines, as these options of ``cs-launch`` say, and where the
+    service listens for them. Raises what Ray refuses, and SystemExit if the owner ends before."""
+    from . import listen_options, ray_options  # late: most services have their workers here
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ray_options.add_arguments(parser)
+    listen_options.add_arguments(parser)
+    asked = parser.parse_args(words)
+    # What else cs-launch has, by its defaults.
+    for name, value in (("devices", None), ("memory", "memfd"), ("serve", asked.workers), ("return_timeout", 60.0)):
+        setattr(asked, name, value)
+    asked.start_timeout = _PLACING * options.start_timeout
+    ray_options.check(asked, [])
+    owner = _owner_pidfd(options.owner_pid)
+    if owner is None:
+        sys.exit()
+    try:
+        placers, _ = ray_options.placer_of(asked, run_directory, undo, owner)
+    finally:
+        os.close(owner)
+        if asked.runtime_env is not None:  # the script has written it for this process
+            os.unlink(asked.runtime_env)
+    gateway, _, shown = listen_options.gateway_of(asked, run_directory, undo)
+    for placer in placers:
+        placer.listens_at(shown["listen"])
+    return [*gateway, *placers], shown["listen"]
+
+
+def _start_child(loop: Loop, command: Command, **calls: Callable[..., None]) -> Running:
+    """Start a process of the service, or find a place for a worker from elsewhere."""
+    kind = Elsewhere if command.device == "elsewhere" else Child
+    return kind(loop, command, on_lines=calls["on_lines"], on_end=calls["on_end"])
+
+
+def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.Namespace, listen: str) -> Service:
     parent = os.environ.get("CS_LOG_DIR")
     logs = LogFiles.under(parent, run_directory) if parent else None
     devices = tuple(options.devices.split(","))
@@ -93,6 +120,7 @@ def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.
         parameter_device=options.parameter_device,
         script_pid=options.owner_pid,
         log_directory=logs.directory if logs else None,
+        listen=listen,
     ).write(run_directory)
     recovery = Recovery(options.max_restarts, options.server_recovery == "on", options.step_timeout)
     commands = service_commands(
@@ -109,15 +137,18 @@ def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.
         sink,
         start_timeout=options.start_timeout,
         logs=logs,
+        start_child=_start_child,
         recovery=recovery,
         mailboxes=mailboxes_by_default() == "on",
     )
 
 
-def _serve(loop: Loop, service: Service, sink: OwnerSink, owner: socket.socket, owner_pid: int) -> None:
+def _serve(
+    loop: Loop, service: Service, sink: OwnerSink, owner: socket.socket, owner_pid: int, sidecars: Sidecars
+) -> None:
     def signalled(number: int) -> None:
         if number == signal.SIGCHLD:
-            reap_adopted(service.living_pids)
+            reap_adopted(service.living_pids | sidecars.living_pids)
         else:
             service.stop()
 
@@ -136,6 +167,7 @@ def _serve(loop: Loop, service: Service, sink: OwnerSink, owner: socket.socket, 
             else:
                 loop.on_readable(pidfd, owner_ended)
                 service.start()
+                sidecars.start()
             while not service.stopped:
                 loop.turn()
         finally:
@@ -167,7 +199,9 @@ def _owner_pidfd(pid: int) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m central_storage.launch.background", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m central_storage.launch.background", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--client-descriptor", type=int, required=True)
     parser.add_argument("--owner-pid", type=int, required=True)
     parser.add_argument("--script", required=True)

@@ -26,7 +26,7 @@ from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 from cs_runtime.trace import is_on
 
-from . import join_options, listen_options, metrics_options
+from . import join_options, listen_options, metrics_options, ray_options
 from .affinity import Machine, core_count, machine
 from .foreground import START_FAILED, Plan, run
 from .memory import Files, Medium, Memfd, Unshared
@@ -35,7 +35,7 @@ from .plan import Command, Options, of_incarnation, script_command, service_comm
 from .remote.serve import serve, start_child
 from .run_directory import RunDirectory
 from .service_file import ServiceFile, typed
-from .sidecar import Sidecar
+from .sidecar import Beside
 from .supervisor.children import Child
 from .supervisor.lifecycle import transport_of
 from .supervisor.mailboxes import mailboxes_by_default
@@ -75,6 +75,9 @@ workers on other machines:
   cs-launch keys DIR --worker NAME                         makes the keys of the service and of one worker
   cs-launch --serve 2 --listen tcp://192.0.2.7:5600 --keys DIR train.py
   cs-launch --join tcp://192.0.2.7:5600 --keys DIR         one worker, on each of two other machines
+
+workers on the machines of a Ray cluster:
+  cs-launch --ray auto --workers 8 train.py                8 workers where Ray has room; local:3 tries it on one machine
 
 observers on other machines, which may only read:
   cs-launch keys DIR                                       makes the keys of the service and of one observer
@@ -152,6 +155,8 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
 def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
     arguments = _script_arguments(options)
     here = machine()
+    if options.ray is not None:
+        options.serve = options.workers
     is_elsewhere = options.serve is not None  # the workers name their devices when they join
     devices = None if is_elsewhere else options.devices
     compute = ["elsewhere"] * options.serve if is_elsewhere else device_names.compute_devices(devices, core_count())
@@ -173,8 +178,9 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             join_options.warn_of_busy([*chosen, owner], here)
             commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
             workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
+            workers += " from elsewhere" if is_elsewhere else f" ({', '.join(chosen)})"
             banner = (
-                f"run {run_directory.name}: 1 script, {workers} ({', '.join(chosen)}), parameters on {owner}, "
+                f"run {run_directory.name}: 1 script, {workers}, parameters on {owner}, "
                 f"transport {_transport(options, medium)}, directory {run_directory.path}"
                 f"{_places(commands)}{announced}"
             )
@@ -274,11 +280,14 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
 
 def _sidecars(
     options: argparse.Namespace, run_directory: RunDirectory, undo: ExitStack
-) -> tuple[list[Sidecar], str, dict[str, Any]]:
+) -> tuple[list[Beside], str, dict[str, Any]]:
     """The processes beside the service, what the banner says of them, and what ``cs-ctl`` shows of them."""
+    placers, workers = ray_options.placer_of(options, run_directory.path, undo)
     exporter, metrics, where = metrics_options.exporter_of(options, run_directory.path, undo)
     gateway, observers, address = listen_options.gateway_of(options, run_directory.path, undo)
-    return exporter + gateway, metrics + observers, where | address
+    for placer in placers:
+        placer.listens_at(address["listen"])
+    return [*exporter, *gateway, *placers], workers + metrics + observers, where | address
 
 
 def _goes_on(directory: str, begun: RunFile) -> bool:
@@ -337,6 +346,7 @@ def _check(options: argparse.Namespace) -> None:
     metrics_options.check(options, modes)
     listen_options.check(options, modes)
     join_options.check(options)
+    ray_options.check(options, modes)
     if modes and options.check_numerics is not None:
         raise ConfigurationError(
             f"--check-numerics is said by a script, and --{modes[0]} runs none; set {CHECK} where the script runs"
@@ -449,6 +459,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_places(parser)
     metrics_options.add_arguments(parser)
     listen_options.add_arguments(parser)
+    ray_options.add_arguments(parser)
     parser.add_argument(
         "--serve",
         type=int,

@@ -25,7 +25,7 @@ from .memory import Medium
 from .plan import Command, error_file
 from .run_directory import RunDirectory
 from .service_file import ServiceFile
-from .sidecar import Sidecar, Sidecars
+from .sidecar import Beside, Sidecars
 from .supervisor.children import Child, Running, reap_adopted
 from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop, Signals
@@ -75,7 +75,7 @@ def run(
     recovery: Recovery,
     mailboxes: bool,
     error_path: str | None,
-    sidecars: Sequence[Sidecar],
+    sidecars: Sequence[Beside],
     stop_grace: float,
     start_child: Callable[..., Running] = Child,
 ) -> int:
@@ -126,7 +126,7 @@ class _Foreground:
         medium: Medium,
         recovery: Recovery,
         mailboxes: bool,
-        sidecars: Sequence[Sidecar],
+        sidecars: Sequence[Beside],
         stop_grace: float,
         start_child: Callable[..., Running],
     ) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from central_storage.core.devices import device_names
 from cs_proto.errors import ConfigurationError
@@ -19,7 +20,10 @@ from .packages import python_path
 from .plan import Command, Options, service_commands
 from .run_directory import RunDirectory
 
-__all__ = ["add_arguments", "check", "is_remote", "join", "warn_of_busy"]
+if TYPE_CHECKING:
+    from cs_runtime.transport.curve import WorkerKeys
+
+__all__ = ["add_arguments", "check", "hold", "is_remote", "join", "warn_of_busy"]
 
 _HERE = ""
 
@@ -62,8 +66,42 @@ def check(options: argparse.Namespace) -> None:
 
 def join(options: argparse.Namespace, address: Callable[[], str]) -> int:
     """Run the worker until it is released; the exit code. ``address`` gives the run directory if no option names it."""
-    is_any = options.devices is None or options.devices.strip().lower() == "auto"
-    chosen = device_names.compute_devices(options.devices, 1)
+    if is_remote(options):
+        from cs_runtime.transport.curve import WorkerKeys
+
+        keys = WorkerKeys.read(options.keys)
+        return hold(options.join, keys, options.devices, options.run_directory, options.start_timeout)
+    command_in = _commands(options.devices)
+    from .remote.join import join as join_here  # it imports NumPy, which a supervisor does not need
+
+    run_directory = options.run_directory or address()
+    return join_here(run_directory, command_in(run_directory), options.start_timeout)
+
+
+def hold(endpoint: str, keys: WorkerKeys, devices: str | None, run_directory: str | None, start_timeout: float) -> int:
+    """Run a worker of the service behind ``endpoint`` until it is released, in ``run_directory`` or a new one; the exit
+    code. Raises ConfigurationError and DeviceError for ``devices`` that are not one of this machine's, and as
+    :func:`central_storage.launch.remote.outpost.hold`."""
+    command_in = _commands(devices)
+    from .remote.outpost import hold as hold_outpost  # it imports NumPy, as above
+
+    held = RunDirectory(run_directory)
+    try:
+        return hold_outpost(endpoint, keys, held.path, command_in(held.path), start_timeout)
+    finally:
+        held.remove()
+
+
+def warn_of_busy(used: Sequence[str], here: Machine) -> None:
+    """Name GPUs that other processes use, too."""
+    for line in busy(used, here.gpus):
+        print(printable(f"cs-launch: warning: {line}"), file=sys.stderr)
+
+
+def _commands(devices: str | None) -> Callable[[str], Callable[[Joined], Command]]:
+    """What starts the worker that was assigned, in a run directory."""
+    is_any = devices is None or devices.strip().lower() == "auto"
+    chosen = device_names.compute_devices(devices, 1)
     if len(chosen) > 1:
         raise ConfigurationError(
             f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
@@ -86,29 +124,4 @@ def join(options: argparse.Namespace, address: Callable[[], str]) -> int:
 
         return command_of
 
-    if is_remote(options):
-        return _hold(options, command_in)
-    from .remote.join import join as join_here  # it imports NumPy, which a supervisor does not need
-
-    run_directory = options.run_directory or address()
-    return join_here(run_directory, command_in(run_directory), options.start_timeout)
-
-
-def warn_of_busy(used: Sequence[str], here: Machine) -> None:
-    """Name GPUs that other processes use, too."""
-    for line in busy(used, here.gpus):
-        print(printable(f"cs-launch: warning: {line}"), file=sys.stderr)
-
-
-def _hold(options: argparse.Namespace, command_in: Callable[[str], Callable[[Joined], Command]]) -> int:
-    from cs_runtime.transport.curve import WorkerKeys
-
-    from .remote.outpost import hold  # as above
-
-    keys = WorkerKeys.read(options.keys)
-    run_directory = RunDirectory(options.run_directory)
-    try:
-        path = run_directory.path
-        return hold(options.join, keys, path, command_in(path), options.start_timeout)
-    finally:
-        run_directory.remove()
+    return command_in

@@ -77,10 +77,15 @@ class ServiceProcess:
 
 
 def start(
-    devices: Sequence[str], parameter_device: str, start_timeout: float = 60.0, recovery: Recovery | None = None
+    devices: Sequence[str],
+    parameter_device: str,
+    start_timeout: float = 60.0,
+    recovery: Recovery | None = None,
+    elsewhere: Sequence[str] = (),
 ) -> ServiceProcess:
     """Start a supervisor for a service on these devices (short form) and return at once. ``recovery`` says what is done
-    when a process dies (default: Recovery()).
+    when a process dies (default: Recovery()). With ``elsewhere``, the workers come from other machines, as these
+    options of ``cs-launch`` say, and have no devices here.
 
     Whether the service comes up within ``start_timeout`` seconds is said on the socket, as Serving or StartFailed.
     Raises LaunchError where not even the supervisor can be started.
@@ -104,6 +109,7 @@ def start(
         *("--max-restarts", str(recovery.max_restarts)),
         *("--server-recovery", "on" if recovery.server_recovery else "off"),
         *(() if timeout is None else ("--step-timeout", str(timeout))),
+        *elsewhere,
     ]
     try:
         process = subprocess.Popen(

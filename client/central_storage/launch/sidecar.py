@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from cs_proto.errors import ConfigurationError, LaunchError
 from cs_proto.frozen import frozen
@@ -27,9 +27,30 @@ from .supervisor.children import Child
 from .supervisor.loop import Loop, Timer
 from .supervisor.restarts import WORKED_SECONDS, Restarts
 
-__all__ = ["Sidecar", "Sidecars", "listen"]
+__all__ = ["Beside", "Kept", "Sidecar", "Sidecars", "listen"]
 
 _WAITING_CONNECTIONS = 64
+
+
+class Kept(Protocol):
+    """A process that is kept running beside the service."""
+
+    @property
+    def living_pids(self) -> set[int]:
+        """Its pid, unless it has ended."""
+
+    def start(self) -> None:
+        """Start it, when the service is starting."""
+
+    def close(self) -> None:
+        """End it, and wait for its end. Idempotent."""
+
+
+class Beside(Protocol):
+    """What is to be kept running beside the service."""
+
+    def kept(self, loop: Loop, say: Callable[[str], None]) -> Kept:
+        """The process, watched by ``loop``; ``say`` prints a line of the supervisor."""
 
 
 @frozen
@@ -44,13 +65,17 @@ class Sidecar:
     #: Its socket, which listens.
     listener: socket.socket
 
+    def kept(self, loop: Loop, say: Callable[[str], None]) -> Kept:
+        """The process, which is started again if it dies."""
+        return _Kept(loop, say, self)
+
 
 class Sidecars:
     """Keeps some running. Use it in a ``with`` block, outside of that of the service's end."""
 
-    def __init__(self, loop: Loop, say: Callable[[str], None], sidecars: Iterable[Sidecar]) -> None:
+    def __init__(self, loop: Loop, say: Callable[[str], None], sidecars: Iterable[Beside]) -> None:
         """Starts nothing yet. ``say`` prints a line of the supervisor."""
-        self._kept = [_Kept(loop, say, sidecar) for sidecar in sidecars]
+        self._kept = [sidecar.kept(loop, say) for sidecar in sidecars]
 
     @property
     def living_pids(self) -> set[int]:

@@ -29,11 +29,10 @@ from cs_server.compute import kernels
 from cs_server.serving import ThreadedServer
 from cs_worker.worker_thread import ThreadedWorker
 
-from .background import OwnerSink
 from .plan import Command
 from .run_directory import RunDirectory
 from .service_file import ServiceFile, origin
-from .supervisor.connections import Peer
+from .supervisor.connections import OwnerSink, Peer
 from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop
 from .supervisor.output import Tail

@@ -30,6 +30,7 @@ from cs_runtime.waits import name_waits_after
 if TYPE_CHECKING:
     from central_storage.controller.operations import ServiceLink
     from central_storage.core.backends import ServiceBackend
+    from central_storage.core.opening import Cluster
     from central_storage.launch import service, threads
 
 __all__ = ["open_service"]
@@ -51,16 +52,20 @@ def open_service(
     start_timeout: float,
     in_process: bool,
     recovery: Recovery,
+    cluster: Cluster | None = None,
 ) -> ServiceBackend:
     """A link to the service this script should use, up and ready; one ``in_process`` is always the script's own.
 
     The service of ``cs-launch`` gets the devices that the script names, unless its command line names others, which is
     said in a line. A service from elsewhere has its own.
 
-    Raises DeviceError for devices that do not exist, LaunchError if no service comes up.
+    Raises DeviceError for devices that do not exist, ConfigurationError for a ``cluster`` that does not fit, and
+    LaunchError if no service comes up.
     """
     configure_logging("script")
     device_names.refuse_text(compute_devices)
+    if cluster is not None:
+        _check_cluster(compute_devices, in_process)
     name_waits_after()  # a value that makes no sense is said before anything starts
     trace.is_on()
     dump_stacks_on_signal()
@@ -71,7 +76,11 @@ def open_service(
 
         return PlanningLink(*chosen, seed, ending_in(path), in_process=in_process)
     address = os.environ.get("CS_ADDRESS")
-    if address and address not in _attached and not in_process:
+    if cluster is not None:
+        owner = device_names.parameter_device(parameter_device, ["cpu:0"])
+        link = _start(["elsewhere"] * cluster.workers, owner, seed, start_timeout, in_process, recovery, cluster)
+        is_said, parameter_device = False, None
+    elif address and address not in _attached and not in_process:
         link = _attached[address] = _attach(address, compute_devices, parameter_device, seed, start_timeout)
         is_said = _is_launched() and not link.carries  # by the launcher
     else:
@@ -99,6 +108,18 @@ def open_service(
 def _note_uncaught() -> None:
     """Once, whatever is opened afterwards."""
     note_uncaught(_links)
+
+
+def _check_cluster(compute_devices: device_names.Devices | None, in_process: bool) -> None:
+    """Raise ConfigurationError for what cannot be together with workers on other machines."""
+    if compute_devices is not None or in_process:
+        other = "in_process" if in_process else "compute_devices"
+        raise ConfigurationError(f"cluster and {other} exclude each other: the workers run where the cluster has room")
+    if os.environ.get(ESTIMATE) or os.environ.get("CS_ADDRESS"):
+        raise ConfigurationError(
+            "this script has a service already, which cs-launch or cs-ctl estimate has started; leave cluster out, or "
+            "start the script with python"
+        )
 
 
 def _is_launched() -> bool:
@@ -205,6 +226,7 @@ def _start(
     start_timeout: float,
     in_process: bool,
     recovery: Recovery,
+    cluster: Cluster | None = None,
 ) -> ServiceLink:
     from central_storage.launch.gpu_usage import busy
 
@@ -219,7 +241,8 @@ def _start(
     else:
         from central_storage.launch import service
 
-        started = service.start(chosen, owner, start_timeout, recovery)
+        words = () if cluster is None else cluster.options()
+        started = service.start(chosen, owner, start_timeout, recovery, words)
     connection: SupervisorLink | None = None
     try:
         from central_storage.controller.operations import ServiceLink, wait_until_serving

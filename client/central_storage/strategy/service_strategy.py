@@ -69,13 +69,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
         start_timeout: Seconds that the start may take.
         step_timeout: Seconds after which a worker that others wait for, and that has said nothing, is killed and
             started again. It must be more than a replica needs from one merge point to the next. None: no limit.
-            Ignored with ``in_process``; under ``cs-launch`` the launcher's option counts.
-        server_recovery: Whether a server that dies is started again. False makes updates a little cheaper. Ignored with
-            ``in_process``; under ``cs-launch`` the launcher's option counts.
-        max_restarts: The number of restarts in all. Ignored with ``in_process``; under ``cs-launch`` the launcher's
-            option counts.
+        server_recovery: Whether a server that dies is started again. False makes updates a little cheaper.
+        max_restarts: How many restarts there may be. ``in_process`` ignores these three, ``cs-launch`` has its own.
         check_numerics: ``"warn"`` logs gradients that are not finite, ``"raise"`` raises NumericsError before the
             update. None: ``CS_CHECK_NUMERICS``, else ``"off"``; under ``cs-launch`` the launcher's option counts.
+        cluster: Where workers on other machines come from: a ``central_storage.ray.RayCluster``.
 
     Raises:
         DeviceError: A device does not exist (a ValueError).
@@ -113,6 +111,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         server_recovery: bool = True,
         max_restarts: int = 3,
         check_numerics: NumericsCheck | None = None,
+        cluster: opening.Cluster | None = None,
     ) -> None:
         if context.is_worker():
             raise ContextError(
@@ -133,6 +132,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             start_timeout=start_timeout,
             in_process=bool(in_process),
             recovery=recovery,
+            cluster=cluster,
         )
         try:
             backend.check_numerics = check

@@ -32,9 +32,13 @@ __all__ = [
     "ZapHandler",
     "check_endpoint",
     "is_every_network",
+    "key_pair",
     "make_keys",
+    "make_service_keys",
     "protect_client",
     "protect_server",
+    "read_public",
+    "write_public",
 ]
 
 _log = logging.getLogger("central_storage.curve")
@@ -121,7 +125,7 @@ class PeerKeys:
                 "cs-launch keys makes"
             )
         path = os.path.join(directory, secrets[0])
-        return cls(path, *_pair(path), _public(os.path.join(directory, _SERVICE + _PUBLIC)))
+        return cls(path, *_pair(path), read_public(os.path.join(directory, _SERVICE + _PUBLIC)))
 
     @property
     def role(self) -> str:
@@ -210,6 +214,37 @@ def make_keys(directory: str, observer: str = "", *, worker: str | None = None) 
         return [path for each in wanted for path in _make(directory, each)]
     except OSError as error:
         raise ConfigurationError(f"no keys can be made in {directory}: {error.strerror}") from error
+
+
+def make_service_keys(directory: str) -> ServiceKeys:
+    """The new keys of a service in its own directory, where they replace those of an earlier one. Raises
+    ConfigurationError if they cannot be written."""
+    try:
+        _make(_own_directory(directory), _SERVICE)
+    except OSError as error:
+        raise ConfigurationError(f"no keys can be made in {directory}: {error.strerror}") from error
+    return ServiceKeys.read(directory)
+
+
+def key_pair() -> tuple[bytes, bytes]:
+    """A new public and secret key, in memory only."""
+    return zmq.curve_keypair()
+
+
+def write_public(directory: str, role: str, key: bytes) -> None:
+    """Let the peer with this public key have a role, such as ``worker-n1``, and nobody who had it before.
+
+    Raises ConfigurationError for what is no key, and OSError if it cannot be written.
+    """
+    try:
+        if len(key) != 40 or len(z85.decode(key)) != _KEY_NBYTES:
+            raise ValueError("a key has 40 characters")
+    except (ValueError, KeyError) as error:
+        raise ConfigurationError(f"{key!r:.80} is no public key: {error}") from error
+    draft = os.path.join(directory, f"{role}.draft")
+    with open(draft, "w") as file:
+        file.write(f'metadata\ncurve\n    public-key = "{key.decode()}"\n')
+    os.replace(draft, os.path.join(directory, role + _PUBLIC))
 
 
 def protect_server(socket: zmq.Socket[Any], keys: ServiceKeys) -> None:
@@ -307,13 +342,14 @@ def _pair(path: str) -> tuple[bytes, bytes]:
     return public, secret
 
 
-def _public(path: str) -> bytes:
+def read_public(path: str) -> bytes:
+    """The public key in a file. Raises ConfigurationError if there is none."""
     return _loaded(path)[0]
 
 
 def _public_or_none(path: str) -> bytes | None:
     try:
-        return _public(path)
+        return read_public(path)
     except ConfigurationError:
         return None
 

@@ -21,9 +21,13 @@ from cs_runtime.transport.curve import (
     WorkerKeys,
     ZapHandler,
     check_endpoint,
+    key_pair,
     make_keys,
+    make_service_keys,
     protect_client,
     protect_server,
+    read_public,
+    write_public,
 )
 
 
@@ -224,6 +228,28 @@ def sockets(keys: str, tmp_path: Path) -> Iterator[tuple[ZapHandler, zmq.Socket[
             protect_server(server, ServiceKeys.read(keys))
             protect_client(client, observer_of(keys, tmp_path))
             yield zap, server, client
+
+
+def test_a_worker_whose_key_was_made_elsewhere(tmp_path: Path) -> None:
+    """Only its public key is here; a later one takes its place."""
+    service = make_service_keys(str(tmp_path))
+    assert stat.S_IMODE((tmp_path / "service.key_secret").stat().st_mode) == 0o600
+    assert read_public(str(tmp_path / "service.key")) == service.public
+    (first, secret), (second, _) = key_pair(), key_pair()
+    write_public(str(tmp_path), "worker-3", first)
+    assert service.role_of(first) == "worker-3"
+    assert (service.role_of(secret), service.role_of(second)) == ("", "")
+    write_public(str(tmp_path), "worker-3", second)
+    assert (service.role_of(first), service.role_of(second)) == ("", "worker-3")
+    assert set(os.listdir(tmp_path)) == {"service.key", "service.key_secret", "worker-3.key"}
+    assert make_service_keys(str(tmp_path)).public != service.public
+
+
+@pytest.mark.parametrize("key", [b"", b"a" * 39, b"a" * 41, b'"' * 40, b"\n" * 40, b"\xff" * 40])
+def test_what_is_no_public_key_is_not_written(tmp_path: Path, key: bytes) -> None:
+    with pytest.raises(ConfigurationError, match="is no public key"):
+        write_public(str(tmp_path), "worker-3", key)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_known_key_is_admitted_and_its_messages_say_whose_it_is(keys: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from central_storage.launch.foreground import SERVER_FAILED, START_FAILED, WORKE
 from central_storage.launch.memory import Medium
 from central_storage.launch.plan import Command
 from central_storage.launch.run_directory import RunDirectory
-from central_storage.launch.sidecar import Sidecar, Sidecars
+from central_storage.launch.sidecar import Beside, Sidecars
 from central_storage.launch.supervisor.children import Child, Running, reap_adopted
 from central_storage.launch.supervisor.lifecycle import Service
 from central_storage.launch.supervisor.loop import Loop, Signals
@@ -45,7 +45,7 @@ def serve(
     run_file: RunFile | None,
     mailboxes: bool,
     error_path: str | None,
-    sidecars: Sequence[Sidecar],
+    sidecars: Sequence[Beside],
 ) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit code: 0, 3 if the service did not start, 4 if a worker and 5 if
     the server ended for good. After the end of a worker, the training script may still read until it leaves. The

@@ -222,6 +222,18 @@ class Child:
             return f"signal {-self.returncode}"
         return self.tail.last_line_with_prefix(f"{name}: ") or name  # the process may have printed more
 
+    def move(self, loop: Loop) -> None:
+        """Be watched by another loop from now on."""
+        for timer in self._flushes.values():
+            timer.cancel()
+        self._flushes.clear()
+        if self.returncode is None:
+            for descriptor in (self._pidfd, *self._pipes):
+                self._loop.forget(descriptor)
+            loop.on_readable(self._pidfd, self._ended)
+        self._loop = loop
+        self.listen()
+
     def listen(self, wanted: bool = True) -> None:
         """Read its output as it arrives, or leave it in the pipes for now."""
         for descriptor in self._pipes:

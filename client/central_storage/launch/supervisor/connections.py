@@ -28,7 +28,7 @@ from cs_runtime.logs import Complaints
 from .loop import Loop
 from .output import Stream
 
-__all__ = ["Peer"]
+__all__ = ["OwnerSink", "Peer"]
 
 _log = logging.getLogger("central_storage.launch")
 _complaints = Complaints(_log)
@@ -230,3 +230,18 @@ def _credentials(link: socket.socket) -> tuple[int, int]:
         struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))),
     )
     return pid, uid
+
+
+class OwnerSink:
+    """The owner's connection as a sink. It is never full: a script that computes reads nothing, and drops instead."""
+
+    full = False
+
+    def __init__(self) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.peer: Peer | None = None
+
+    def write(self, stream: Stream, text: str) -> None:
+        """Send ``text`` to the owner."""
+        if self.peer is not None:
+            self.peer.output(stream, text)

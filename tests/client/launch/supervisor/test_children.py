@@ -45,3 +45,20 @@ own.communicate(b"\\n")
 
 def test_the_orphans_of_100_dead_processes_leave_no_zombies() -> None:
     assert run(sys.executable, "-c", ADOPTS).ok().out.split() == ["None"]
+
+
+def test_a_process_that_another_loop_watches_from_now_on() -> None:
+    """With a line that has begun before, and ends after."""
+    one, other = Loop(), Loop()
+    heard, ended = list[str](), list[Child]()
+    program = "import sys; print('begun', end='', flush=True); sys.stdin.readline(); print(', ended')"
+    command = Command("worker", 0, (sys.executable, "-c", program), os.environ, is_standby=True)
+    child = Child(one, command, on_lines=lambda _child, _stream, lines: heard.extend(lines), on_end=ended.append)
+    one.turn()
+    child.move(other)
+    assert child.become(Command("worker", 0, ("python", "-m", "anything"), os.environ))
+    while not ended:
+        other.turn()
+    one.turn(0)
+    assert "".join(heard) == "begun, ended"
+    assert child.returncode == 0

@@ -1,0 +1,150 @@
+"""``cs-launch --ray``: workers on the nodes that Ray gives train to the bits of one machine, also if some die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.harness.processes import Child, Ended, living_after, run, start
+from tests.harness.timing import unit
+from tests.ray.conftest import Running
+from tests.ray.leavings import run_directories
+
+HERE = Path(__file__).parent
+DIGEST = re.compile("^digest 3 ([0-9a-f]{64})$", re.MULTILINE)
+ON_RAY = ("cs-launch", "--max-restarts", "9", "--ray", "auto", "--workers", "3", "--workers-per-node", "1")
+
+pytestmark = pytest.mark.timeout(unit(240))
+
+
+@pytest.fixture(scope="module")
+def bits() -> str:
+    """The digest of the training on one machine."""
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1,cpu:2", HERE / "placed.py", timeout=unit(90)).ok()
+    return digest(ended)
+
+
+def digest(ended: Ended) -> str:
+    found = DIGEST.search(ended.out)
+    assert found, str(ended)
+    return found[1]
+
+
+def outposts(cluster: Running) -> list[psutil.Process]:
+    """The launchers of workers on the nodes."""
+    return [process for process in cluster.child.processes() if "central_storage.ray.node" in process.cmdline()]
+
+
+@contextmanager
+def stopped_training(cluster: Running, *steps: int) -> Iterator[tuple[Child, list[psutil.Process]]]:
+    """A training on the cluster that has stopped after the first of these steps, and the launchers of its workers."""
+    with start(*ON_RAY, HERE / "placed.py", *map(str, steps), environment=cluster.environment) as training:
+        training.wait_for(f"^stopped {steps[0]} ", unit(120))
+        found = outposts(cluster)
+        assert len(found) == 3
+        yield training, found
+
+
+def go_on(training: Child, step: int) -> None:
+    """Let a training that has stopped after ``step`` go on."""
+    os.kill(int(training.wait_for(rf"^stopped {step} (\d+)$", unit(60))[1]), signal.SIGUSR1)
+
+
+def ends_well(training: Child, cluster: Running) -> Ended:
+    """The end of a training, after which nothing is left here or on the nodes."""
+    ended = training.wait(unit(120)).ok()
+    assert training.left(unit(10)) == []
+    assert living_after(unit(20), outposts(cluster)) == []
+    assert run_directories() == []
+    return ended
+
+
+def test_pretend_nodes_of_its_own(bits: str) -> None:
+    before = set(Path("/tmp").glob("cs-ray-*"))
+    ended = run("cs-launch", "--ray", "local:3", "--workers", "3", HERE / "placed.py", timeout=unit(150)).ok()
+    assert digest(ended) == bits
+    assert "Ray" in ended.err
+    assert "with 3 nodes: 3 workers on 127.0.0.1" in ended.err
+    assert set(Path("/tmp").glob("cs-ray-*")) == before
+    assert run_directories() == []
+
+
+def test_workers_that_die_are_placed_again(cluster: Running, bits: str) -> None:
+    """A launcher on a node, then an actor, then the placer, and with it all workers."""
+    with stopped_training(cluster, 3, 6, 9) as (training, [launcher, *_]):
+        launcher.kill()
+        training.wait_for(r"worker-\d on 127.0.0.1 ended by exit code -9.*; it is placed again", unit(60), "err")
+        go_on(training, 3)
+        training.wait_for("^stopped 6 ", unit(120))
+        [actor] = {process.ppid() for process in outposts(cluster)[:1]}
+        os.kill(actor, signal.SIGKILL)
+        training.wait_for(r"worker-\d on 127.0.0.1 is gone: .*; it is placed again", unit(60), "err")
+        go_on(training, 6)
+        training.wait_for("^stopped 9 ", unit(120))
+        [placer] = [each for each in training.processes() if "central_storage.ray.placer" in each.cmdline()]
+        placer.kill()
+        training.wait_for("the placer .* ended by SIGKILL; its workers are gone", unit(60), "err")
+        go_on(training, 9)
+        assert digest(ends_well(training, cluster)) == bits
+
+
+def test_a_killed_node_is_replaced(mortal: Running, bits: str) -> None:
+    with stopped_training(mortal, 5) as (training, _):
+        mortal.child.signal(signal.SIGUSR1)
+        mortal.child.wait_for("^killed", unit(60))
+        training.wait_for(r"worker-\d on 127.0.0.1 is gone: .*; it is placed again", unit(90), "err")
+        go_on(training, 5)
+        assert digest(ends_well(training, mortal)) == bits
+    mortal.child.wait_for("^replaced", unit(60))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_if_the_launcher_ends(cluster: Running, number: signal.Signals) -> None:
+    with stopped_training(cluster, 5) as (training, found):
+        if number == signal.SIGINT:
+            training.press_ctrl_c()
+        else:
+            training.signal(number)
+        training.wait(unit(30))
+        assert training.left(unit(20)) == []
+        assert living_after(unit(20), found) == []
+        if number == signal.SIGKILL:
+            run("cs-ctl", "ls").ok()  # the next command removes what a killed launcher has left
+        assert run_directories() == []
+
+
+def test_two_trainings_at_once(cluster: Running, bits: str) -> None:
+    both = ("cs-launch", "--ray", "auto", "--workers", "3", HERE / "placed.py")
+    with start(*both, environment=cluster.environment) as one, start(*both, environment=cluster.environment) as other:
+        assert [digest(training.wait(unit(150)).ok()) for training in (one, other)] == [bits, bits]
+
+
+def test_a_script_that_has_its_workers_placed_and_is_killed(cluster: Running, bits: str) -> None:
+    address = cluster.environment["RAY_ADDRESS"]
+    with start(HERE / "own_workers.py", address, environment=cluster.environment) as script:
+        assert script.wait_for(DIGEST.pattern, unit(120))[1] == bits
+        assert script.wait_for("^variable (.+)$")[1] == "True True True"
+        found = outposts(cluster)
+        assert len(found) == 3
+        script.signal(signal.SIGKILL)
+        script.wait(unit(10))
+        assert script.left(unit(20)) == []
+        assert living_after(unit(20), found) == []
+        assert run_directories() == []
+
+
+def test_what_ray_lacks_is_an_error_of_the_script(cluster: Running) -> None:
+    program = (
+        "import central_storage as cs; from central_storage.ray import RayCluster\n"
+        "cs.CentralStorageStrategy(cluster=RayCluster(2, resources_per_worker={'tapes': 4}), start_timeout=6)"
+    )
+    ended = run("-c", program, environment=cluster.environment, timeout=unit(60))
+    assert ended.code == 1
+    assert "LaunchError: Ray has no places for the workers within 4.5 s (--start-timeout): 2 workers need" in ended.err
+    assert run_directories() == []
