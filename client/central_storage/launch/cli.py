@@ -378,10 +378,9 @@ def _transport(options: argparse.Namespace, medium: Medium) -> str:
 
 
 def _recovery(options: argparse.Namespace) -> Recovery:
-    most = options.max_restarts
-    if most is None:
-        # The end of the gateway, or of the network, costs each worker on another machine a restart.
-        most = Recovery.max_restarts * (options.serve if options.serve and options.listen else 1)
+    # The end of the gateway, or of the network, costs each worker on another machine a restart.
+    times = options.serve if options.serve and (options.listen or options.ray) else 1
+    most = Recovery.max_restarts * times if options.max_restarts is None else options.max_restarts
     return Recovery(most, options.server_recovery == "on", options.step_timeout)
 
 
