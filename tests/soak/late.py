@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from functools import partial
+from typing import Any
 from unittest import mock
 
 from central_storage.launch import cli, foreground
@@ -45,10 +45,14 @@ def _end_leftovers(run_directory: str, role: str | None = None, rank: int | None
         children.end_leftovers(run_directory)
 
 
+def _service(*arguments: Any, **options: Any) -> lifecycle.Service:
+    return lifecycle.Service(*arguments, **{**options, "start_child": LateChild})
+
+
 def main() -> int:
     """``cs-launch`` with such children."""
     with (
-        mock.patch.object(foreground, "Service", partial(lifecycle.Service, start_child=LateChild)),
+        mock.patch.object(foreground, "Service", _service),
         mock.patch.object(lifecycle, "end_leftovers", _end_leftovers),
     ):
         return cli.main()
