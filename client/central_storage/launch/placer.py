@@ -139,7 +139,10 @@ class Placer:
     def start(self) -> None:
         """Let the nodes join."""
         self._is_begun = True
-        self._go()
+        if self._timer is None and not self.living_pids:  # it ended as soon as it had placed them
+            self._retry(self._its_end())
+        else:
+            self._go()
 
     def close(self) -> None:
         """End it, and wait for its end, which gives the places back. Idempotent."""
