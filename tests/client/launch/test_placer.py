@@ -131,6 +131,37 @@ def test_one_that_dies_later_is_started_again_and_told_the_same(
     assert said[2] == said[0] == '{"endpoint": "tcp://192.0.2.7:40123"}\n'
 
 
+def test_one_that_ends_as_soon_as_it_has_placed_is_started_again(
+    made: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its word and its end are heard together."""
+    kept, loop, said = made(
+        f"""
+        tell(**placed)
+        try:
+            open({str(tmp_path / "been")!r}, "x").close()
+        except FileExistsError:
+            tell(say=lines.readline())
+            lines.readline()
+        """
+    )
+    wait = Placer._wait
+
+    def wait_for_its_end(self: Placer) -> Placed:
+        [pid] = self.living_pids
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return wait(self)
+
+    monkeypatch.setattr(Placer, "_wait", wait_for_its_end)
+    assert kept.place() == PLACED
+    assert kept.living_pids == set()
+    kept.listens_at("tcp://192.0.2.7:40123")
+    kept.kept(loop, said.append).start()
+    turn_until(loop, lambda: len(said) == 2)
+    assert said[0].endswith("ended by exit code 0; its workers are gone, and another placer starts in 1 s")
+    assert said[1] == '{"endpoint": "tcp://192.0.2.7:40123"}\n'
+
+
 def test_a_later_refusal_is_said_and_tried_again(made: Make, tmp_path: Path) -> None:
     kept, loop, said = made(
         f"""
@@ -144,7 +175,7 @@ def test_a_later_refusal_is_said_and_tried_again(made: Make, tmp_path: Path) -> 
     )
     kept.place()
     kept.kept(loop, said.append).start()
-    turn_until(loop, lambda: len(said) >= 2)
+    turn_until(loop, lambda: len(said) == 2)
     assert said[0].endswith("ended by exit code 0; its workers are gone, and another placer starts in 1 s")
     assert said[1].startswith("Ray has no places; its workers are gone, and another placer starts in ")
 
