@@ -8,10 +8,12 @@ Nobody is told where to connect: the sockets of a run lie in its run directory, 
 
 from __future__ import annotations
 
-__all__ = ["SERVER", "SUPERVISOR", "server_endpoint", "worker_endpoint"]
+__all__ = ["HOLDER", "SERVER", "SUPERVISOR", "server_endpoint", "worker_endpoint"]
 
 SERVER = b""
 SUPERVISOR = b"\0s"
+#: The replica whose worker holds the token of every merge_call, and connects to the other workers.
+HOLDER = 0
 
 
 def server_endpoint(run_directory: str) -> str:

@@ -52,4 +52,4 @@ def piece_of(parts: Sequence[Buffer]) -> Piece:
         raise PeerProtocolError(f"an item is no piece of memory: {error}") from error
     if not is_whole or memoryview(data).nbytes > PIECE_NBYTES:
         raise PeerProtocolError(f"{memoryview(data).nbytes} bytes at {offset} are no piece of segment {segment}")
-    return Piece(segment, reservation, offset, bytes(data))
+    return Piece(segment, reservation, offset, data)

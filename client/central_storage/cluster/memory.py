@@ -20,6 +20,7 @@ from typing import NamedTuple
 from cs_proto import segment_names
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError, PeerProtocolError
 from cs_proto.ranges import merged, without
+from cs_proto.records import Buffer
 from cs_proto.sizes import in_units
 from cs_runtime.shared_memory.mapping import Mapping
 
@@ -38,7 +39,7 @@ class Piece(NamedTuple):
     segment: str
     reservation: int
     offset: int
-    data: bytes
+    data: Buffer
 
 
 def writable_from(replica: int) -> re.Pattern[str]:

@@ -21,13 +21,11 @@ from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Cancel, Forget, Prepare, Preserve, Run
 from cs_proto.records import Record
 
-from .ranges import Catalogue, Known, Range, joined
+from .ranges import GAP_NBYTES, Catalogue, Known, Range, joined
 
 __all__ = ["Fresh", "Mirror"]
 
 _WORD_NBYTES = 8
-# Variables begin at multiples of 64 bytes, so nothing lies in a shorter gap between two of them.
-_GAP = 63
 
 
 class Fresh(NamedTuple):
@@ -108,7 +106,7 @@ class Mirror:
     def _ranges(self, stale: np.ndarray) -> list[Range]:
         if self._last is None or not np.array_equal(self._last[0], stale):
             known = [self._known[place] for place in np.flatnonzero(stale)]
-            self._last = stale, joined([each.range for each in known if not each.is_sparse], _GAP)
+            self._last = stale, joined([each.range for each in known if not each.is_sparse], GAP_NBYTES)
         return self._last[1]
 
 

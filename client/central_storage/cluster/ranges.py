@@ -34,9 +34,11 @@ from cs_proto.messages import (
     Return,
     Variable,
 )
+from cs_proto.ranges import without
 from cs_proto.records import Record, altered
 
 __all__ = [
+    "GAP_NBYTES",
     "PLACES_ONLY",
     "Catalogue",
     "Known",
@@ -45,6 +47,7 @@ __all__ = [
     "comes_down",
     "for_node",
     "joined",
+    "outside",
     "variables_in",
 ]
 
@@ -62,8 +65,8 @@ PLACES_ONLY: Mapping[type[Record], tuple[str, ...]] = {
     Located: ("arrays",),
 }
 
-# Variables begin at multiples of 64 bytes, so nothing lies in a shorter gap between two of them.
-_GAP = 63
+#: Variables begin at multiples of 64 bytes, so nothing lies in a gap of so many bytes between two of them.
+GAP_NBYTES = 63
 # What the records for a worker may name: memory of others that it only reads, and its own results.
 _COMES_DOWN = re.compile(
     r"inputs|arena/(server|controller|[0-9]{1,4})|parameters/[a-z0-9]+|slots/[0-9]+/[a-z0-9_.-]+/[a-z0-9]+"
@@ -109,6 +112,20 @@ def joined(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
             found[-1] = segment, found[-1][1], max(stop, found[-1][2])
         else:
             found.append((segment, start, stop))
+    return found
+
+
+def outside(ranges: Iterable[Range], segment: str, parts: Sequence[tuple[int, int]]) -> list[Range]:
+    """What of the ranges lies in none of these parts of one segment, which are as :func:`cs_proto.ranges.merged`
+    returns them.
+
+    >>> outside([("a", 0, 9), ("b", 0, 9)], "a", [(2, 4)])
+    [('a', 0, 2), ('a', 4, 9), ('b', 0, 9)]
+    """
+    found: list[Range] = []
+    for name, start, stop in ranges:
+        left = without([(start, stop)], parts) if name == segment else [(start, stop)]
+        found += [(name, first, last) for first, last in left]
     return found
 
 
@@ -230,7 +247,7 @@ class Catalogue:
                 for number in self._members(variable_set, variables)
                 if number not in rows and number not in self._freed  # which the server refuses
             ]
-            found = self._gradients[key] = joined(ranges, _GAP)
+            found = self._gradients[key] = joined(ranges, GAP_NBYTES)
         return found
 
     def _members(self, variable_set: int, variables: tuple[int, ...]) -> tuple[int, ...]:

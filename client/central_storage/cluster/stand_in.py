@@ -21,6 +21,7 @@ from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS, Decoder, decode, en
 from cs_proto.errors import CentralStorageError, LaunchError, PeerProtocolError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.messages import Joined, MadeProgress, OpenSegment, Ready, Run, Segment, SegmentRefused
+from cs_proto.ranges import merged
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime.logs import Complaints
 from cs_runtime.shared_memory.mapping import Mapping
@@ -30,7 +31,7 @@ from cs_runtime.transport.supervisor_link import SupervisorLink
 from . import items
 from .memory import PIECE_NBYTES, HeadMemory, Piece
 from .mirror import Mirror
-from .ranges import Catalogue, for_node, joined
+from .ranges import Catalogue, for_node, joined, outside
 from .sockets import Sockets, Wire
 
 __all__ = ["Put", "StandIn", "Watching", "checked"]
@@ -43,8 +44,6 @@ Put = Callable[[bytes, Sequence[Buffer]], None]
 
 # Seconds in which the supervisor takes a connection and names it; everybody else waits meanwhile.
 _TIMEOUT = 5.0
-# The replica whose worker holds every token, and connects to other workers.
-_HOLDER = 0
 # While so many bytes wait for the outpost to take them, the server is not heard; ZeroMQ keeps so many of its messages.
 _MOST_WAITING, _UNREAD = 64 << 20, 2
 # Messages that are taken from one socket before the others have their turn.
@@ -77,7 +76,7 @@ _ANSWERS = (messages.Refused, messages.MailboxAccepted)
 def checked(record: Record, rank: int, incarnation: int) -> Record:
     """The record, which a worker on another machine sends its server. Raises PeerProtocolError if that worker may not
     say it: no worker does, or it speaks for another one."""
-    is_known = isinstance(record, _OF_WORKERS) or (rank == _HOLDER and isinstance(record, _OF_HOLDERS))
+    is_known = isinstance(record, _OF_WORKERS) or (rank == peers.HOLDER and isinstance(record, _OF_HOLDERS))
     said = (rank, incarnation)
     if isinstance(record, messages.Register):
         said = (record.worker.replica, record.worker.incarnation)
@@ -129,6 +128,8 @@ class StandIn:
         self._catalogue, self._mirror = Catalogue(self.rank), Mirror()
         self._memory = HeadMemory(self.rank, self._mapped)
         self._words: dict[str, np.ndarray] = {}
+        # The parts of its arena that this incarnation of the worker has brought.
+        self._arena, self._brought = segment_names.arena(self.rank), list[tuple[int, int]]()
         self._from_server, self._from_peers = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
         self._from_worker = Decoder(LIMITS)
         #: The names by which the outpost was told of peers.
@@ -146,7 +147,7 @@ class StandIn:
         except OSError as error:
             self._drop()
             raise LaunchError(f"worker w{self.rank} of another machine cannot be reached here: {error}") from error
-        except BaseException:
+        except BaseException:  # also what ends this process: the supervisor must see the connection end
             self._drop()
             raise
         loop.watch(self._link.fileno(), self._guarded(self._hear_supervisor))
@@ -183,7 +184,10 @@ class StandIn:
         if not parts:
             raise PeerProtocolError(f"an outpost sent an item of kind {kind!r:.20} without parts")
         if kind == items.MEMORY:
-            self._memory.write(items.piece_of(parts))
+            piece = items.piece_of(parts)
+            self._memory.write(piece)
+            if piece.segment == self._arena:
+                self._brought = merged([*self._brought, (piece.offset, piece.offset + len(piece.data))])
         elif kind == items.SERVER:
             self._catalogue.learn(checked(self._from_worker.decode(parts), self.rank, self.incarnation))
             self._server.send(parts)
@@ -228,7 +232,7 @@ class StandIn:
 
     def _tell_colleague(self, peer: bytes, parts: Sequence[Buffer]) -> None:
         record = self._from_worker.decode(parts)
-        if self.rank != _HOLDER or not isinstance(record, Run) or len(record.run) < 2:
+        if self.rank != peers.HOLDER or not isinstance(record, Run) or len(record.run) < 2:
             raise PeerProtocolError(f"a worker of another machine sent {peer!r:.40} a {type(record).__name__}")
         who = self._link.peers.get(peer)
         if who is None or who.role != "worker":  # it has died, and the server says so
@@ -308,16 +312,24 @@ class StandIn:
             _complaints.warn(kind, "dropped a malformed message for worker w%d: %s", self.rank, error)
             return
         passed = for_node(record)
-        self._bring(record)
+        who = self._link.peers.get(bytes(label[0])) if kind == items.CONTROLLER else None
+        self._bring(record, is_of_script=who is not None and who.role == "controller")
         self._put(kind, [*label, *(parts if passed is record else encode(passed, BULK_LIMITS))])
 
-    def _bring(self, record: Record) -> None:
-        """Put the bytes that ``record`` stands for, and variables that have changed since they were put last."""
+    def _bring(self, record: Record, *, is_of_script: bool) -> None:
+        """Put the bytes that ``record`` stands for, and variables that have changed since they were put last.
+
+        Only the script writes to what a worker has brought, into results that it holds. Others name it as it was
+        brought, and the worker may have written newer bytes there by now.
+        """
         self._catalogue.learn(record)
         versions = segment_names.versions()
         counts = self._elements(versions)
         fresh = self._mirror.before(record, self._catalogue, self._elements(segment_names.CONTROL), counts)
-        for piece in self._memory.pieces(joined([*fresh.ranges, *self._catalogue.down(record)])):
+        down = self._catalogue.down(record)
+        if not is_of_script:
+            down = outside(down, self._arena, self._brought)
+        for piece in self._memory.pieces(joined([*fresh.ranges, *down])):
             self._put(items.MEMORY, items.parts_of(piece))
         for offset, data in fresh.words:
             for start in range(0, len(data), PIECE_NBYTES):

@@ -25,7 +25,7 @@ class Cluster(Protocol):
     workers: int
 
     def options(self) -> list[str]:
-        """The options of ``cs-launch`` that say the same. Who gets them removes the file of ``--runtime-env``."""
+        """The options of ``cs-launch`` that say the same. The caller removes the file of ``--runtime-env``."""
 
 
 class Opener(Protocol):

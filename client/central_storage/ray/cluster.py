@@ -69,7 +69,7 @@ class RayCluster:
         self._runtime_env = None if runtime_env is None else json.dumps(runtime_env)
 
     def options(self) -> list[str]:
-        """The options of ``cs-launch`` that say the same. Who gets them removes the file of ``--runtime-env``."""
+        """The options of ``cs-launch`` that say the same. The caller removes the file of ``--runtime-env``."""
         resources = ",".join(f"{name}={amount!r}" for name, amount in self._resources.items())
         return [
             *("--ray", self._address or _address_of_script() or "auto"),

@@ -199,7 +199,7 @@ class _Placing:
             said: Mapping[str, str] = await actor.open.remote(__version__, PROTOCOL)
             if "refused" in said:
                 raise LaunchError(f"the node {said['address']} {said['refused']}")
-        except BaseException:
+        except BaseException:  # also a call that is cancelled: the actor would keep its place
             _end(actor)
             raise
         return _Seat(worker, actor, said["key"], said["address"], said["auth_mode"])

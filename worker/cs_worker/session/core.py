@@ -20,7 +20,7 @@ from cs_proto import messages
 from cs_proto.errors import Fenced, code_of
 from cs_proto.frozen import frozen
 from cs_proto.messages import Forget, Introduce, Note, Prepare, Return, Run, RunId, Value
-from cs_proto.peers import SERVER, SUPERVISOR
+from cs_proto.peers import HOLDER, SERVER, SUPERVISOR
 from cs_proto.records import Record
 
 from .marked_returns import MarkedReturns
@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 #: The sender of what another worker answers to this one, which holds a token.
 COLLEAGUE = b"\0w"
-# The replica whose worker holds every token.
-_HOLDER = 0
 
 _FENCED = code_of(Fenced)
 
@@ -452,7 +450,7 @@ class SessionCore:
             return [Drop(sender, run, "it was taken already")]
         wait = self._waiting[-1] if self._waiting else None
         who = self._peers.get(sender)
-        is_holder = who is not None and (who.role, who.rank) == ("worker", _HOLDER)
+        is_holder = who is not None and (who.role, who.rank) == ("worker", HOLDER)
         if not is_holder or wait is None or wait.merge_point != point:
             return _refuse(sender, run, "runs come from a controller, nested runs from the merge_call that waits here")
         self._taken[point] = number

@@ -10,35 +10,29 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from central_storage.launch.foreground import START_FAILED, WORKER_FAILED
 from central_storage.launch.plan import Command, of_incarnation
-from central_storage.launch.supervisor.children import Child, end_leftovers, reap_adopted
+from central_storage.launch.supervisor.children import Child
 from central_storage.launch.supervisor.connections import Peer
 from central_storage.launch.supervisor.lifecycle import STOP_GRACE
-from central_storage.launch.supervisor.loop import Loop, Signals
-from central_storage.launch.supervisor.output import Console, Screen, Stream
 from cs_proto.errors import LaunchError
 from cs_proto.failures import text_of
 from cs_proto.frozen import with_changes
-from cs_proto.messages import PROTOCOL, Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
-from cs_proto.printable import printable
+from cs_proto.messages import PROTOCOL, Died, Join, Joined, StartFailed
 from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import NAME_VARIABLE
 
+from .launcher import WorkerLauncher
+
 __all__ = ["join"]
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds between two checks whether the service exists.
 _TRY_EVERY = 0.2
-# Seconds for the last messages at the end.
-_LAST_WORDS = 0.5
 
 
 def join(run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> int:
@@ -51,28 +45,20 @@ def join(run_directory: str, command_of: Callable[[Joined], Command], start_time
     return _Joining(run_directory, command_of, start_timeout).run()
 
 
-class _Joining:
+class _Joining(WorkerLauncher):
     def __init__(self, run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> None:
-        self._run_directory = run_directory
-        self._command_of = command_of
+        super().__init__(run_directory, command_of)
         self._deadline = time.monotonic() + start_timeout
-        self._loop = Loop()
-        self._console = Console(self._loop)
-        self._screen = Screen(self._console)
         self._service: Peer | None = None
-        self._worker: Child | None = None
-        self._told = False  # told to end, by a signal or by the service
-        self._has_failed = False  # the worker has died, and none runs in its place
         self._died: Died | None = None  # the service may not have been told
         self._is_waiting = False  # for the next supervisor
         self._run: RunFile | None = None  # another supervisor may take it up
         self._command: Command | None = None  # of the worker that was started last
         self._name = b""  # of that worker
         self._next: Joined | None = None  # to be started when the one that runs has ended
-        self._code: int | None = None
 
     def run(self) -> int:
-        with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
+        with self._signals():
             self._loop.call_later(0.0, self._connect)
             try:
                 while self._code is None:
@@ -133,16 +119,8 @@ class _Joining:
         elif isinstance(record, StartFailed):
             self._say(text_of(record.error))
             self._code = START_FAILED
-        elif isinstance(record, Interrupt) and self._worker is not None:
-            self._worker.interrupt()
-        elif isinstance(record, Kill) and self._worker is not None:
-            if self._worker.command.incarnation == record.incarnation:
-                self._worker.kill(record.reason)
-        elif isinstance(record, ShowStacks) and self._worker is not None:
-            if self._worker.command.incarnation == record.incarnation:
-                self._worker.show_stacks()
-        elif isinstance(record, Shutdown):
-            self._end()
+        else:
+            self._heed(record)
 
     def _start(self, joined: Joined) -> None:
         self._has_failed, self._died, self._next = False, None, None
@@ -150,30 +128,15 @@ class _Joining:
         command = with_changes(command, environment={**command.environment, NAME_VARIABLE: joined.name.hex()})
         self._command, self._name = command, joined.name
         self._say(f"worker {command.label} of {joined.replicas} on {command.device}, transport {joined.transport}")
-        try:
-            self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
-        except OSError as error:
-            self._say(f"the worker could not be started ({command.argv[0]}: {error.strerror})")
-            self._code = WORKER_FAILED
+        self._start_child(command)
 
-    def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
-        self._screen.write(stream, worker.command.label, lines)
-
-    def _ended(self, worker: Child) -> None:
-        command = worker.command
-        end_leftovers(self._run_directory, command.role, command.rank)
-        self._worker = None
-        if self._told:
-            self._code = WORKER_FAILED if self._has_failed else 0
-            return
+    def _go_on(self, worker: Child) -> None:
         self._say(f"{worker.name} ended by {worker.cause}")
         if self._next is not None:
             self._start(self._next)
             return
-        self._has_failed = True
-        who = (command.role, command.rank, command.incarnation)
-        self._died = Died(*who, worker.pid, worker.cause, worker.tail.text())
-        if self._service is not None and not self._service.closed:  # the service decides whether to start another one
+        self._died = self._failed(worker)
+        if self._service is not None and not self._service.closed:
             self._service.send(self._died)
         elif not self._is_waiting:
             self._code = WORKER_FAILED
@@ -200,38 +163,8 @@ class _Joining:
             self._worker.asked = True
             self._loop.call_later(STOP_GRACE, self._kill)
 
-    def _signalled(self, number: int) -> None:
-        if number == signal.SIGCHLD:
-            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
-        elif self._told:
-            self._kill()
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        self._told = True
-        if self._worker is None:
-            self._code = WORKER_FAILED if self._has_failed else 0
-        else:
-            self._worker.asked = True
-            self._worker.signal(signal.SIGTERM)
-            self._loop.call_later(STOP_GRACE, self._kill)
-
-    def _kill(self) -> None:
-        if self._worker is not None:
-            self._worker.signal(signal.SIGKILL)
-
     def _close(self) -> None:
-        deadline = time.monotonic() + _LAST_WORDS
-        while (not self._console.empty or (self._service is not None and self._service.waiting)) and (
-            left := deadline - time.monotonic()
-        ) > 0:
-            self._loop.turn(left)
+        self._flush(lambda: self._service is not None and bool(self._service.waiting))
         self._kill()
         if self._service is not None:
             self._service.close()
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-
-    def _say(self, text: str) -> None:
-        self._screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))

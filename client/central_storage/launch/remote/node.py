@@ -25,11 +25,11 @@ from cs_proto import messages, segment_names
 from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS, Decoder, decode, encode
 from cs_proto.errors import InvalidArgumentError, LaunchError, PeerProtocolError
 from cs_proto.messages import Introduce, Joined, Mailbox, MakeMailbox, OpenMailbox, OpenSegment, Segment, SegmentRefused
-from cs_proto.peers import server_endpoint, worker_endpoint
+from cs_proto.peers import HOLDER, server_endpoint, worker_endpoint
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime.logs import Complaints
 
-__all__ = ["Node"]
+__all__ = ["Node", "wake"]
 
 _log = logging.getLogger("central_storage.launch")
 _complaints = Complaints(_log)
@@ -37,8 +37,6 @@ _complaints = Complaints(_log)
 _ELSEWHERE = "the worker is on another machine"
 # So many clients that have gone are remembered, as every process does.
 _GONE_CLIENTS = 8
-# The replica whose worker connects to other workers.
-_HOLDER = 0
 
 
 class _Incarnation:
@@ -168,7 +166,7 @@ class Node:
         self._forget(now, who.name)
         named = now.introduced[who.name] = replace(who, name=new_name())
         self._tell(now, named)
-        if who.role == "worker" and now.rank == _HOLDER:
+        if who.role == "worker" and now.rank == HOLDER:
             endpoint = worker_endpoint(self._run_directory, who.rank, who.incarnation)
             now.colleagues[who.name] = self._watched(self._sockets.router(endpoint, WORK_LIMITS))
 
@@ -274,7 +272,7 @@ class Node:
         """A connection has ended. The kernel tells the outpost of the end of its worker."""
 
     def _watched(self, wire: Wire) -> Wire:
-        self._loop.on_readable(wire.fileno(), _wake)
+        self._loop.on_readable(wire.fileno(), wake)
         return wire
 
     def _drop(self, wire: Wire) -> None:
@@ -282,5 +280,5 @@ class Node:
         wire.close()
 
 
-def _wake() -> None:
+def wake() -> None:
     """The loop has a turn, after which everything is looked at."""

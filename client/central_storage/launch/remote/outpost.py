@@ -9,34 +9,23 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from central_storage.cluster import items
 from central_storage.cluster.link import Link
-from central_storage.launch.foreground import WORKER_FAILED
 from central_storage.launch.plan import Command, of_incarnation
-from central_storage.launch.supervisor.children import Child, end_leftovers, reap_adopted
-from central_storage.launch.supervisor.lifecycle import STOP_GRACE
-from central_storage.launch.supervisor.loop import Loop, Signals
-from central_storage.launch.supervisor.output import Console, Screen, Stream
+from central_storage.launch.supervisor.children import Child
 from cs_proto.codec import decode, encode
 from cs_proto.errors import CentralStorageError, ConfigurationError, Fenced, LaunchError, PeerProtocolError
-from cs_proto.messages import PROTOCOL, Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown
-from cs_proto.printable import printable
-from cs_proto.records import Buffer, Record
+from cs_proto.messages import PROTOCOL, Join, Joined
+from cs_proto.records import Buffer
 from cs_runtime import open_files
 from cs_runtime.transport.curve import WorkerKeys
 
-from .node import Node
+from .launcher import WorkerLauncher
+from .node import Node, wake
 
 __all__ = ["hold"]
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds for the last messages at the end.
-_LAST_WORDS = 0.5
 
 
 def hold(
@@ -58,7 +47,7 @@ def hold(
     return _Outpost(endpoint, keys, run_directory, command_of, start_timeout).run()
 
 
-class _Outpost:
+class _Outpost(WorkerLauncher):
     def __init__(
         self,
         endpoint: str,
@@ -67,21 +56,14 @@ class _Outpost:
         command_of: Callable[[Joined], Command],
         start_timeout: float,
     ) -> None:
+        super().__init__(run_directory, command_of)
         self._endpoint, self._keys, self._start_timeout = endpoint, keys, start_timeout
-        self._run_directory, self._command_of = run_directory, command_of
-        self._loop = Loop()
-        self._console = Console(self._loop)
-        self._screen = Screen(self._console)
         self._link: Link | None = None
         self._node = Node(self._loop, run_directory, self._put)
-        self._worker: Child | None = None
         self._has_joined = False
-        self._told = False  # to end, by a signal or by the service
-        self._has_failed = False  # the worker has died, and none runs in its place
-        self._code: int | None = None
 
     def run(self) -> int:
-        with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
+        with self._signals():
             try:
                 self._node.open()
                 self._connect()
@@ -95,7 +77,7 @@ class _Outpost:
     def _connect(self) -> None:
         """Ask the gateway for a worker."""
         self._link = Link.connect(self._endpoint, self._keys, self._start_timeout)
-        self._loop.on_readable(self._link.fileno(), _wake)
+        self._loop.on_readable(self._link.fileno(), wake)
         self._put(items.JOIN, encode(Join(PROTOCOL, os.getpid())))
 
     def _put(self, kind: bytes, parts: Sequence[Buffer]) -> None:
@@ -152,20 +134,6 @@ class _Outpost:
         elif self._worker is not None:
             self._node.pass_on(kind, parts)
 
-    def _heed(self, record: Record) -> None:
-        """The supervisor of the service asks something of the launcher."""
-        worker = self._worker
-        if isinstance(record, Shutdown):
-            self._end()
-        elif worker is None:
-            return
-        elif isinstance(record, Interrupt):
-            worker.interrupt()
-        elif isinstance(record, Kill) and worker.command.incarnation == record.incarnation:
-            worker.kill(record.reason)
-        elif isinstance(record, ShowStacks) and worker.command.incarnation == record.incarnation:
-            worker.show_stacks()
-
     def _start(self, assigned: Joined) -> None:
         self._has_joined, self._has_failed = True, False
         command = of_incarnation(self._command_of(assigned), assigned.incarnation)
@@ -173,81 +141,31 @@ class _Outpost:
             f"worker {command.label} of {assigned.replicas} on {command.device}, for the service behind "
             f"{self._endpoint}, transport tcp + CURVE"
         )
-        try:
-            self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
-        except OSError as error:
-            self._say(f"the worker could not be started ({command.argv[0]}: {error.strerror})")
-            self._code = WORKER_FAILED
-        else:
+        self._start_child(command)
+        if self._worker is not None:
             self._node.begin(assigned, self._worker)
 
-    def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
-        self._screen.write(stream, worker.command.label, lines)
-
-    def _ended(self, worker: Child) -> None:
-        command = worker.command
-        end_leftovers(self._run_directory, command.role, command.rank)
+    def _follow_end(self, worker: Child) -> None:
         try:
             self._node.turn()  # its last messages
         except CentralStorageError as error:  # what follows is the same as if it had died before
             self._say(str(error))
         self._node.end()
-        self._worker = None
-        if self._told:
-            self._code = WORKER_FAILED if self._has_failed else 0
-        elif self._link is None:
+
+    def _go_on(self, worker: Child) -> None:
+        if self._link is None:
             self._connect()
         else:
             self._say(f"{worker.name} ended by {worker.cause}")
-            self._has_failed = True
-            who = (command.role, command.rank, command.incarnation)
-            # The service decides whether to start another one.
-            died = Died(*who, worker.pid, worker.cause, worker.tail.text())
-            self._put(items.LAUNCHER, encode(died))
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def _signalled(self, number: int) -> None:
-        if number == signal.SIGCHLD:
-            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
-        elif self._told:
-            self._kill()
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        if self._told:
-            return
-        self._told = True
-        if self._worker is None:
-            self._code = WORKER_FAILED if self._has_failed else 0
-        else:
-            self._worker.asked = True
-            self._worker.signal(signal.SIGTERM)
-            self._loop.call_later(STOP_GRACE, self._kill)
-
-    def _kill(self) -> None:
-        if self._worker is not None:
-            self._worker.signal(signal.SIGKILL)
+            self._put(items.LAUNCHER, encode(self._failed(worker)))
 
     def _close(self) -> None:
         self._told = True
         self._kill()
         while self._worker is not None:
             self._loop.turn()
-        deadline = time.monotonic() + _LAST_WORDS
-        while not self._console.empty and (left := deadline - time.monotonic()) > 0:
-            self._loop.turn(left)
+        self._flush()
         self._node.close()
         if self._link is not None:
             self._loop.forget(self._link.fileno())
             self._link.close()
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-
-    def _say(self, text: str) -> None:
-        self._screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))
-
-
-def _wake() -> None:
-    """The loop has a turn, after which everything is looked at."""
