@@ -107,7 +107,7 @@ docs-serve: $(VENV)/.installed-docs  ## serve the documentation site at http://1
 soak: $(VENV)/.installed-dev  ## thousands of training sessions with killed and stopped processes and lost messages; continues after an interruption
 	@$(BIN)/python -m tests.soak.run
 
-mutants: $(VENV)/.installed-dev  ## break about 170 lines that keep promises, one at a time: a test must fail each time; continues after an interruption
+mutants: $(VENV)/.installed-dev  ## break about 200 lines that keep promises, one at a time: a test must fail each time; continues after an interruption
 	@$(BIN)/python -m tests.mutants.run
 
 fmt: $(VENV)/.installed-dev  ## fix style problems automatically

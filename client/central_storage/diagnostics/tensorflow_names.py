@@ -60,7 +60,7 @@ INSTEAD: tuple[tuple[str, str], ...] = (
     ),
     (
         "tf.distribute.cluster_resolver, tf.distribute.coordinator, tf.distribute.Server, tf.distribute.experimental.*",
-        "`cs.connect` for another process, `cs-launch` for containers; there are no clusters",
+        "`cs.connect` for another process, `cs-launch` for containers, other machines and Ray",
     ),
     ("tf.tpu, tf.tpu.*, tf.lite, tf.xla, tf.quantization", f"CPUs and NVIDIA GPUs: {_SERVICE}"),
     (
@@ -159,7 +159,7 @@ INSTEAD: tuple[tuple[str, str], ...] = (
 # What to use instead of a member of TensorFlow's strategies, or of their ``extended``, that is not here.
 _MEMBERS = {
     "colocate_vars_with": "strategy.extended.colocate_vars_with(variable)",
-    "configure": "nothing: there are no sessions and no clusters",
+    "configure": "nothing: there are no sessions, and cs-launch describes the cluster",
     "experimental_run": "strategy.run(fn, args=(next(iterator),))",
     "experimental_run_steps_on_iterator": "strategy.run_steps(fn, dataset)",
     "group": "nothing: operations take effect in the order of the program",

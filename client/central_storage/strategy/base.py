@@ -114,7 +114,7 @@ class StrategyBase(ReplicaDevices):
 
     @property
     def cluster_resolver(self) -> None:
-        """None, because there is only one machine."""
+        """None, also if workers run on other machines: their addresses are not known to the script."""
         return None
 
     @property
