@@ -2,8 +2,8 @@
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
-another socket; a node of Ray starts its workers as it needs them. A service may also accept a connection late; the
-other end of the connection is reported. Processes are found by the mark of this test session and by descent, among
+another socket; a node of Ray starts its workers as it needs them. A service may also accept a connection late, whose
+other end is reported, and a script connects to its workers a moment after the service is there. Processes are found by the mark of this test session and by descent, among
 those only that the machine did not have before: there are thousands of tests.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import socket
 import tempfile
 import threading
 import time
@@ -28,6 +30,7 @@ from .timing import unit
 __all__ = ["Leftovers", "Snapshot", "since", "take"]
 
 _KINDS_OF_DESCRIPTOR = ("socket:", "/memfd:", "anon_inode:")
+_WORKER_SOCKET = re.compile(r"/w\d+\.\d+[^/]*$")
 
 
 @dataclass(frozen=True)
@@ -131,27 +134,32 @@ def _new_descriptors(before: Snapshot) -> list[str]:
 
 
 def _kept(link: str, before: Snapshot) -> bool:
-    """Whether a descriptor belongs to a service that was there before: a segment that it maps when it is needed, or a
-    socket in its run directory."""
+    """Whether a descriptor belongs to a service that was there before: a segment that it maps when it is needed, a
+    socket in its run directory, or a connection to one of its workers."""
     return any(path.name in link for path in before.files)
 
 
 def _descriptors() -> list[str]:
-    """What the descriptors of this process link to, with the paths of sockets that have one."""
+    """What the descriptors of this process link to, with the paths of sockets that have one or that lead to a worker."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             link = os.readlink(f"/proc/self/fd/{entry}")
             if link.startswith(_KINDS_OF_DESCRIPTOR):
-                links.append(link)
-    paths = _socket_paths() if any(link.startswith("socket:") for link in links) else {}
-    return [f"{link} {paths[link]}" if link in paths else link for link in links]
+                path = _socket_path(int(entry)) if link.startswith("socket:") else ""
+                links.append(f"{link} {path}" if path else link)
+    return links
 
 
-def _socket_paths() -> dict[str, str]:
-    """The path of each Unix socket of the machine that has one, by what a descriptor of it links to."""
-    rows = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()[1:])
-    return {f"socket:[{row[6]}]": row[7] for row in rows if len(row) == 8}
+def _socket_path(descriptor: int) -> str:
+    """The path at which a Unix socket is bound, or at which the worker listens to which it is connected, or ""."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
+        if opened.family == socket.AF_UNIX:
+            if name := opened.getsockname():
+                return os.fsdecode(name)
+            peer = os.fsdecode(opened.getpeername())
+            return peer if _WORKER_SOCKET.search(peer) else ""
+    return ""
 
 
 def _files() -> set[Path]:

@@ -139,11 +139,12 @@ def test_a_worker_of_ray_is_left_behind_unless_its_node_was_there_before(tmp_pat
         raylet.communicate("\n")
 
 
-def test_only_the_other_end_of_a_connection_that_an_earlier_service_accepts_is_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("listens", "counts"), [("server", True), ("supervisor", True), ("w1.2~0001", False)])
+def test_a_late_connection_to_an_earlier_service_is_left_behind_unless_it_leads_to_a_worker(
+    listens: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    address = tmp_path / "cs-1234" / "server"
+    address = tmp_path / "cs-1234" / listens
     address.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.bind(str(address))
@@ -155,4 +156,4 @@ def test_only_the_other_end_of_a_connection_that_an_earlier_service_accepts_is_l
             with socket.socket(socket.AF_UNIX) as another:
                 another.connect(str(address))
                 inode = os.fstat(another.fileno()).st_ino
-                assert since(before, timeout=0).descriptors == [f"socket:[{inode}]"]
+                assert since(before, timeout=0).descriptors == [f"socket:[{inode}]"] * counts

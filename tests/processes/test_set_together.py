@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from pathlib import Path
 
@@ -55,22 +56,31 @@ class Reader:
 
     def __init__(self, address: str, names: list[str]) -> None:
         self.seen: set[tuple[bytes, ...]] = set()
-        self._over = threading.Event()
+        self._over, self._reads = threading.Event(), queue.SimpleQueue[None]()
         self._address, self._names = address, names
         self._thread = threading.Thread(target=self._read)
 
     def __enter__(self) -> Reader:
         self._thread.start()
+        self.read()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
 
+    def read(self) -> None:
+        """Returns when a read that began after this call has ended."""
+        while not self._reads.empty():
+            self._reads.get()
+        for _ in range(2):  # the first may have begun before
+            self._reads.get(timeout=60)
+
     def _read(self) -> None:
         with cs.connect(self._address, timeout=60) as observer:
             while not self._over.is_set():
                 self.seen.add(tuple(value.tobytes() for value in observer.get_all(self._names)))
+                self._reads.put(None)
 
 
 def test_a_restore_is_carried_out_once_and_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +110,7 @@ def test_a_restore_is_carried_out_once_and_as_a_whole(tmp_path: Path, monkeypatc
                 assert work.versions() == [version + 1 for version in versions]
                 assert work.bits() == bits
                 number += 1
+            reader.read()
     assert {path.name for path in places.iterdir()} == items
     assert reader.seen <= {fresh, *(tuple(bits[name] for name in names) for _, bits in saved)}
     assert len(reader.seen) >= 2

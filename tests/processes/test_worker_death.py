@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import resource
 import signal
 import sys
@@ -566,6 +567,34 @@ def test_under_cs_launch_with_its_own_options(tmp_path: Path) -> None:
     assert "[supervisor] worker w1 (pid" in ended.err
     assert "ended by SIGKILL; restart 1 of 1" in ended.err
     assert "first failure" not in ended.err
+
+
+@pytest.mark.parametrize("heard", [0, 1])
+def test_cs_launch_names_the_death_that_ended_the_run_whatever_the_script_heard(heard: int, tmp_path: Path) -> None:
+    """The server's answer may reach the script before the supervisor's notice of the death does."""
+    program = tmp_path / "program.py"
+    program.write_text(DIES_TWICE)
+    with start("cs-launch", "--devices", "cpu:0,cpu:1", program, heard) as child:
+        ended = child.wait()
+    pids = re.findall(r"worker w1 \(pid (\d+)\) ended by SIGKILL; restart \d of 3", ended.err)
+    assert len(pids) == 2, ended
+    assert f"[cs-launch] first failure: worker w1 (pid {pids[1]}) ended by SIGKILL" in ended.err, ended
+    assert ended.code == 4
+
+
+DIES_TWICE = """
+import os, signal, sys
+import central_storage as cs
+from central_storage.controller.liveness import Liveness
+
+def step():
+    if cs.get_replica_context().replica_id_in_sync_group == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+hear = Liveness.hear
+Liveness.hear = lambda self, died, *rest: died.incarnation <= int(sys.argv[1]) and hear(self, died, *rest)
+cs.CentralStorageStrategy().run(step)
+"""
 
 
 LAUNCHED = """

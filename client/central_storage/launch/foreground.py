@@ -270,9 +270,12 @@ class _Foreground:
         if self._signal is not None or not self._script_code():
             return None
         if (said := read(error_file(self._directory.path))) is not None:
-            if died is not None and said.kind == "exception" and said.cause.startswith(ReplicaLostError.__name__):
-                # The server's answer was there before the supervisor's notice of the death.
-                return with_changes(died_failure(died), message=said.message, traceback=said.traceback)
+            if said.kind == "death" or said.cause.startswith(ReplicaLostError.__name__):
+                # The server's answer may have come before the supervisor's notice: the script knew of an older death.
+                known = died if said.kind == "exception" else None
+                newest = self._service.last_deaths.get((said.role, said.rank or 0), known)
+                if newest is not None:
+                    return with_changes(died_failure(newest), message=said.message, traceback=said.traceback)
             return with_changes(said, log=said.log or self._service.last_lines(said.role, said.rank))
         if died is not None:
             return died_failure(died)

@@ -46,7 +46,8 @@ class Reporter:
         # Those who follow the lines, and how many were dropped since they last read in time.
         self._followers: dict[Peer, int] = {}
         self._deaths: Counter[tuple[str, int]] = Counter()
-        self._causes: dict[tuple[str, int], str] = {}
+        #: For each role and rank, the newest process that ended unexpectedly, whatever came after it.
+        self.last_deaths: dict[tuple[str, int], Died] = {}
 
     def note(self, event: str) -> None:
         """Remember what the supervisor has said."""
@@ -55,7 +56,7 @@ class Reporter:
     def note_death(self, died: Died) -> None:
         """Remember that a process has ended unexpectedly."""
         self._deaths[died.role, died.rank] += died.restarts
-        self._causes[died.role, died.rank] = died.cause
+        self.last_deaths[died.role, died.rank] = died
 
     def add(self, label: str, stream: Stream, lines: Iterable[str]) -> None:
         """Remember lines, shortened, without what others are drawn over, and send them to those who follow."""
@@ -130,6 +131,7 @@ class Reporter:
         command = child.command
         key = command.role, command.rank
         is_over = child.returncode is not None
+        died = self.last_deaths.get(key)
         return ServiceProcess(
             cast(Literal["server", "worker"], command.role),
             command.rank,
@@ -138,7 +140,7 @@ class Reporter:
             command.device,
             "ended" if is_over else "starting" if child.ready_since is None else "ready",
             self._deaths[key],
-            (child.cause if is_over and key not in self._causes else self._causes.get(key, ""))[:limit],
+            (died.cause if died is not None else child.cause if is_over else "")[:limit],
         )
 
 
