@@ -3,8 +3,9 @@
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
 another socket; a node of Ray starts its workers as it needs them. A service may also accept a connection late, whose
-other end is reported, and a script connects to its workers a moment after the service is there. Processes are found by the mark of this test session and by descent, among
-those only that the machine did not have before: there are thousands of tests.
+other end is reported, and a script connects to its workers a moment after the service is there. Processes are found by
+the mark of this test session and by descent, among those only that the machine did not have before: there are thousands
+of tests.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _kept(link: str, before: Snapshot) -> bool:
 
 
 def _descriptors() -> list[str]:
-    """What the descriptors of this process link to, with the paths of sockets that have one or that lead to a worker."""
+    """What the descriptors of this process link to; for sockets, with the path that :func:`_socket_path` finds."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
