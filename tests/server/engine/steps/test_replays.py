@@ -39,6 +39,7 @@ from cs_proto.messages import (
     Cancel,
     Committed,
     CreatedInRun,
+    Done,
     Hello,
     MergeCallPoint,
     MergeCallReturn,
@@ -446,6 +447,17 @@ def test_nobody_is_told_of_a_worker_while_a_step_it_returned_from_is_not_over() 
         RunFinished((1,), (result(0), result(1)), None, 0),
         WorkerRestarted((2,), worker(1, 2)),
     ]
+
+
+def test_nobody_is_told_of_a_worker_while_values_are_written() -> None:
+    """Else it would begin a run, and read a value of which a part is written."""
+    book = Playbook(2).begin().has(spec("w"))
+    book.does(fell(1))
+    assign = Assign("c", book.sequence(), 1, "assign_add", scalar(1))
+    assert any(isinstance(command, Commit) for command in book.does(hears(CONTROLLER, assign)))
+    book.on(hears(w(1, 2), register(1, 2)), *again(1))
+    done, restarted = Done(assign.sequence, 1, 1), WorkerRestarted((1,), worker(1, 2))
+    book.on(book.finished(), Send(CONTROLLER, done), Send(CONTROLLER, restarted))
 
 
 def test_nobody_is_told_of_a_worker_while_a_run_fails() -> None:

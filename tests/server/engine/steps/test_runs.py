@@ -45,6 +45,8 @@ from cs_proto.messages import (
     Configure,
     Create,
     Created,
+    Describe,
+    Described,
     Done,
     Get,
     Goodbye,
@@ -52,6 +54,7 @@ from cs_proto.messages import (
     Hello,
     MergeCallReturn,
     Merged,
+    OptimizerChange,
     PointFailed,
     Reduced,
     Refused,
@@ -728,3 +731,21 @@ def test_after_many_plain_steps_the_next_is_near() -> None:
             assert engine.handle(returns(0, 1, (applies(0),), run=(run,)), 1.0) == [
                 Send(CONTROLLER, RunFinished((run,), (result(0), result(1)), None, 1))
             ]
+
+
+def test_a_rate_that_comes_with_a_step_does_not_undo_what_a_merge_function_sets() -> None:
+    """Every message of a replica brings the rate, and it holds from the first of them on."""
+    book = Playbook(2).begin().has_optimizer(learning_rate=0.125)
+    changes = (OptimizerChange(1, (("learning_rate", 0.5),)),)
+    for replica in (0, 1):
+        asked = Ask((1,), replica, 1, (), merge_calls(0), 1, preserved=True, changes=changes)
+        book.does(hears(w(replica), asked))
+    given = (("learning_rate", 0.25),)
+    book.on(hears(w(0), Configure("1.0", 1, 1, "SGD", given, None, -1)), to(w(0), Done, number=1))
+    book.does(hears(w(0), MergeCallReturn((1,), 0, (NOTHING,) * 2, None)))
+    for replica in (0, 1):
+        book.does(hears(w(replica), Return((1,), replica, 1, (), 1, result(replica), None, 1, changes=changes)))
+    (answer,) = book.does(hears(CONTROLLER, Describe(0, (), (1,))))
+    assert isinstance(answer, Send)
+    assert isinstance(answer.record, Described)
+    assert dict(answer.record.optimizers[0].hyperparameters)["learning_rate"] == 0.25
