@@ -7,10 +7,10 @@ vocabulary of values, and the receiver can raise every such code from the messag
 from __future__ import annotations
 
 from .errors import code_of
-from .messages import Died, Error
+from .messages import Died, Error, Worker
 from .printable import printable
 
-__all__ = ["TEXT_LENGTH", "error_of", "last_lines", "text_of"]
+__all__ = ["TEXT_LENGTH", "error_of", "last_lines", "pid_of", "text_of"]
 
 #: Longest message and longest traceback, in characters. A long traceback keeps its end, which names the failure.
 TEXT_LENGTH = 64 * 1024
@@ -37,6 +37,15 @@ def error_of(exception: BaseException, replica: int = -1, merge_index: int = 0, 
 def text_of(error: Error) -> str:
     """The message of a peer's error, as a terminal may show it."""
     return printable(error.message, lines=True)
+
+
+def pid_of(who: Died | Worker) -> str:
+    """The pid of a process, with its machine if that is not the machine of the service.
+
+    >>> pid_of(Worker(3, 1, 91, "cpu:3", "10.0.0.7")), pid_of(Worker(0, 1, 12, "cpu:0"))
+    ('pid 91 on 10.0.0.7', 'pid 12')
+    """
+    return f"pid {who.pid}{f' on {who.node}' if who.node else ''}"
 
 
 def last_lines(died: Died) -> str:

@@ -11,8 +11,11 @@ __all__ = ["proxied"]
 
 
 @contextmanager
-def proxied(address: str) -> Iterator[tuple[str, Callable[[], None], Callable[[bool], None]]]:
-    """An address whose connections lead to ``address``; what cuts them; and what holds all bytes back while true."""
+def proxied(
+    address: str, source: str = "127.0.0.1"
+) -> Iterator[tuple[str, Callable[[], None], Callable[[bool], None]]]:
+    """An address whose connections lead to ``address``, where they come from ``source``; what cuts them; and what holds
+    all bytes back while true."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
     links: list[socket.socket] = []
@@ -33,7 +36,7 @@ def proxied(address: str) -> Iterator[tuple[str, Callable[[], None], Callable[[b
         with suppress(OSError):
             while True:
                 near = listener.accept()[0]
-                far = socket.create_connection((host, int(port)))
+                far = socket.create_connection((host, int(port)), source_address=(source, 0))
                 links.extend((near, far))
                 for pair in ((near, far), (far, near)):
                     threads.append(threading.Thread(target=pump, args=pair))

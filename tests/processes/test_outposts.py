@@ -546,7 +546,7 @@ def test_an_outpost_that_is_cut_off_for_too_long_is_replaced(
         hold(True)
         cut()
         door.open()
-        machines.head.wait_for(r"worker w1 \(pid \d+ where it runs\) ended by the end of its connection", stream="err")
+        machines.head.wait_for(r"worker w1 \(pid \d+ on 127.0.0.1\) ended by the end of its connection", stream="err")
         gone = outposts[1].wait(unit(20))
         assert gone.code == 4, str(gone)
         assert "nothing" in gone.err

@@ -339,6 +339,8 @@ class WorkerLink(_End):
         self.identity = b""
         #: Whether the peer has not taken earlier messages. For this module only.
         self.is_full = False
+        #: The address from which the outpost has connected.
+        self.node = ""
 
     @property
     def is_connected(self) -> bool:
@@ -365,14 +367,14 @@ class Links:
         """The sessions that are not over."""
         return iter([link for link in self._links.values() if link.reason is None])
 
-    def hear(self, role: str, identity: bytes, parts: Sequence[Buffer], now: float) -> None:
-        """A message of a peer with the key of a worker. What does not fit is refused: it ends the session of the
-        connection it came over, and changes nothing for any other peer."""
+    def hear(self, role: str, identity: bytes, parts: Sequence[Buffer], now: float, node: str = "") -> None:
+        """A message of a peer at the address ``node`` with the key of a worker. What does not fit is refused: it ends
+        the session of the connection it came over, and changes nothing for any other peer."""
         link = self._links.get(role)
         try:
             record = decode(parts, LIMITS)
             if isinstance(record, OpenLink):
-                self._open(role, identity, record, now)
+                self._open(role, identity, record, now, node)
             elif isinstance(record, Envelope | CloseLink):
                 self._heard(self._session_of(link, identity, record.session), record, now)
             else:
@@ -423,7 +425,7 @@ class Links:
             raise Fenced("this session is over, or has another connection now")
         return link
 
-    def _open(self, role: str, identity: bytes, record: OpenLink, now: float) -> None:
+    def _open(self, role: str, identity: bytes, record: OpenLink, now: float, node: str) -> None:
         """Begin a session, or go on with one over a new connection."""
         if record.protocol != PROTOCOL:
             raise PeerProtocolError(
@@ -440,7 +442,7 @@ class Links:
                 self._make_room(link, now)
             link = self._links[role] = WorkerLink(role, Session(record.session, now))
             link.session.beat = min(link.session.beat, self._silence / _BEATS)
-        link.identity, link.is_full = identity, False
+        link.identity, link.is_full, link.node = identity, False, node
         self._send(identity, encode(LinkOpened(record.session, link.session.heard, self._return_timeout)))
 
     def _make_room(self, link: WorkerLink, now: float) -> None:

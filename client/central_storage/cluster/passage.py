@@ -117,7 +117,7 @@ class _Passage:
         self._launcher.setblocking(False)
         self._loop.watch(self._launcher.fileno(), self._hear_launcher)
         # Whatever it ran before, it runs no worker now.
-        self._tell_supervisor(messages.Join(messages.PROTOCOL, record.pid))
+        self._tell_supervisor(messages.Join(messages.PROTOCOL, record.pid, node=self.link.node))
 
     def _report(self, record: Record) -> None:
         """The outpost says that its worker has died."""
@@ -163,7 +163,13 @@ class _Passage:
         # Its name is for this machine: the outpost gives its worker another one. It hears of its peers after that.
         self.link.put(items.JOIN, encode(replace(record, name=b"")))
         self._stand_in = StandIn(
-            self._loop, self._run_directory, record, self.link.put, lambda: self.link.waiting, self.end
+            self._loop,
+            self._run_directory,
+            record,
+            self.link.put,
+            lambda: self.link.waiting,
+            self.end,
+            node=self.link.node,
         )
         if self.is_over:  # it has failed at once
             self._stand_in.close()

@@ -114,13 +114,16 @@ class StandIn:
         put: Put,
         waiting: Callable[[], int],
         failed: Callable[[CentralStorageError], None],
+        *,
+        node: str = "",
     ) -> None:
         """Connect. ``put`` puts an item for the outpost, and ``waiting`` tells how many bytes of them it has not taken.
         ``failed`` is called if the service hangs up, or says what cannot be passed on; :meth:`close` must follow.
+        ``node`` is the address of the worker's machine.
 
         Raises LaunchError, NoAnswerError or ShutdownError if the supervisor does not know the worker ``assigned``.
         """
-        self.rank, self.incarnation = assigned.rank, assigned.incarnation
+        self.rank, self.incarnation, self._node = assigned.rank, assigned.incarnation, node
         self._loop, self._run_directory, self._put, self._failed = loop, run_directory, put, failed
         self._waiting = waiting
         self._hears_server = True
@@ -189,7 +192,11 @@ class StandIn:
             if piece.segment == self._arena:
                 self._brought = merged([*self._brought, (piece.offset, piece.offset + len(piece.data))])
         elif kind == items.SERVER:
-            self._catalogue.learn(checked(self._from_worker.decode(parts), self.rank, self.incarnation))
+            record = checked(self._from_worker.decode(parts), self.rank, self.incarnation)
+            self._catalogue.learn(record)
+            if isinstance(record, messages.Register):  # the worker does not know how others see its machine
+                record = replace(record, worker=replace(record.worker, node=self._node))
+                parts = encode(record)
             self._server.send(parts)
         elif kind == items.SUPERVISOR:
             self._tell_supervisor(decode(parts))

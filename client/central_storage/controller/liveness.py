@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from cs_proto.errors import ReplicaLostError
-from cs_proto.failures import last_lines
+from cs_proto.failures import last_lines, pid_of
 from cs_proto.messages import Died, Worker
 
 __all__ = ["Liveness"]
@@ -63,7 +63,7 @@ class Liveness:
         """Raise :class:`ReplicaLostError` where a worker died for good."""
         for died in self._died.values():
             raise ReplicaLostError(
-                f"replica {died.rank} (worker w{died.rank}, pid {died.pid}) ended by {died.cause}. Committed "
+                f"replica {died.rank} (worker w{died.rank}, {pid_of(died)}) ended by {died.cause}. Committed "
                 "updates are kept, and variables can still be read; make a new CentralStorageStrategy to continue "
                 f"training{last_lines(died)}"
             )
@@ -76,7 +76,7 @@ class Liveness:
     def first(self) -> str:
         """The first of them, in words."""
         for died in self._died.values():
-            return f"worker w{died.rank} (pid {died.pid}) had ended by {died.cause}"
+            return f"worker w{died.rank} ({pid_of(died)}) had ended by {died.cause}"
         return "nothing was said about why"
 
     def restarts_named(self) -> str:
@@ -84,4 +84,4 @@ class Liveness:
         dead = [(f"worker w{replica}", died) for replica, died in self._restarting.items()]
         if self._server is not None:
             dead.append(("the server", self._server))
-        return "".join(f"; {who} (pid {d.pid}) ended by {d.cause} and is being started again" for who, d in dead)
+        return "".join(f"; {who} ({pid_of(d)}) ended by {d.cause} and is being started again" for who, d in dead)

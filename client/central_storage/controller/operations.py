@@ -77,6 +77,8 @@ class ServiceLink:
         self.compute_devices: tuple[str, ...] = ()
         #: Called once, when the service has been let go of.
         self.after_close: Callable[[], None] = _nothing
+        #: Where the service listens for other machines; "" for nowhere.
+        self.listens_at: Callable[[], str] = str
 
     @property
     def check_numerics(self) -> NumericsCheck:
@@ -262,10 +264,10 @@ class ServiceLink:
         finally:
             session.lock.release()
 
-    def processes(self) -> list[tuple[str, int, str]]:
+    def processes(self) -> list[tuple[str, int, str, str]]:
         """The processes of the service, as far as this one has heard."""
-        workers = [(f"worker {worker.replica}", worker.pid, worker.device) for worker in self.workers]
-        return [("server", self._core.server_pid, self.parameter_device), *workers]
+        workers = [(f"worker {worker.replica}", worker.pid, worker.device, worker.node) for worker in self.workers]
+        return [("server", self._core.server_pid, self.parameter_device, ""), *workers]
 
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's current value."""

@@ -352,7 +352,9 @@ class Session:
                 ]
             if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
                 log.warning("replica %d left run %d by sys.exit", finished.error.replica, finished.run[0])
-            return to_exception(finished.error, self.copy, self.resolve)
+            replica = finished.error.replica
+            node = self.core.workers[replica].node if replica >= 0 else ""
+            return to_exception(finished.error, self.copy, self.resolve, node)
         except Exception as error:  # noqa: BLE001  (raised where the results would have come)
             return error
 

@@ -27,6 +27,7 @@ from cs_proto.messages import (
     ReduceOpName,
     Variable,
     VariableSpec,
+    Worker,
     WriteOp,
 )
 
@@ -292,8 +293,17 @@ class ControllerBackend(_Catalogue, Protocol):
         """At most about ``most`` of the variable's values, evenly from the whole; None if a run is under way, which is
         not waited for."""
 
-    def processes(self) -> Sequence[tuple[str, int, str]]:
-        """The processes of the service, as far as this one has heard: name, pid, and device. Nobody is asked."""
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The workers in replica order, as far as this process has heard. Nobody is asked."""
+
+    def listens_at(self) -> str:
+        """Where the service listens for other machines (``tcp://ADDRESS:PORT``); "" if nowhere, or if this process does
+        not know."""
+
+    def processes(self) -> Sequence[tuple[str, int, str, str]]:
+        """The processes of the service, as far as this one has heard: name, pid, device, and the address of the machine
+        ("" for this one). Nobody is asked."""
 
     def forget(self, kind: str, number: Any) -> None:
         """Note that a variable or optimizer of this process is no longer referenced, so that the server may free it.

@@ -70,6 +70,8 @@ class Process:
     shared_nbytes: dict[str, int] | None
     #: What it waits for, in words; empty if nobody knows of a wait.
     waits_for: str
+    #: The address of the machine on which it runs; None if that is this one.
+    node: str | None
 
 
 @frozen
@@ -358,11 +360,15 @@ class Looker:
             private_nbytes=held.private if held is not None else None,
             shared_nbytes=held.shared if held is not None else None,
             waits_for=waits_for,
+            node=(told.node or None) if told is not None else None,
         )
 
     def _is_elsewhere(self, told: ServiceProcess | None, pid: int) -> bool:
-        """Whether a worker may run in another container, where its pid names another process than here."""
+        """Whether a worker may run in another container or on another machine, where its pid names another process than
+        here."""
         file = self.entry.file
+        if told is not None and told.node:
+            return True
         if told is None or told.role != "worker" or (file is not None and file.kind != "serve"):
             return False
         return processes.variables_of(pid).get("CS_RUN_DIRECTORY") != self.entry.path

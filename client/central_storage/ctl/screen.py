@@ -120,18 +120,23 @@ def _bars(bars: Bars, columns: int, room: int) -> list[str]:
 
 
 def _processes(shown: Sequence[Process], cpu: Mapping[str, float], columns: int) -> list[str]:
-    titles = f"{'PROCESS':<10} {'PID':>7} {'STATE':<9} {'DEVICE':<6} {'CPU':>5} {'PRIVATE':>7} {'RESTARTS':>8}"
-    lines = [f"{titles}  WAITS FOR"]
+    width = max((len(each.node) for each in shown if each.node), default=0)  # no column if all run on this machine
+    titles = f"{'PROCESS':<10} {'PID':>7} {_node('NODE', width)}{'STATE':<9} {'DEVICE':<6} {'CPU':>5} {'PRIVATE':>7}"
+    lines = [f"{titles} {'RESTARTS':>8}  WAITS FOR"]
     for each in shown:
         name = f"{each.label}.{each.incarnation}" if each.incarnation else each.label
         share = f"{100 * cpu[each.label]:.0f} %" if each.label in cpu else "-"
         why = each.waits_for or (f"ended by {each.cause}" if each.cause else "")
         lines.append(
-            f"{name[:10]:<10} {each.pid or '-':>7} {printing.plain(each.state)[:9]:<9} "
+            f"{name[:10]:<10} {each.pid or '-':>7} {_node(each.node, width)}{printing.plain(each.state)[:9]:<9} "
             f"{printing.plain(each.device):<6} {share:>5} {printing.size(each.private_nbytes):>7} "
             f"{each.restarts if each.incarnation else '-':>8}  {why}"
         )
     return lines
+
+
+def _node(name: str | None, width: int) -> str:
+    return f"{printing.plain(name):<{width}} " if width else ""
 
 
 def _order(process: Process, sort: str, cpu: Mapping[str, float]) -> tuple[float, int]:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from cs_proto.errors import LaunchError, ReplicaError, ReplicaLostError, ShutdownError
-from cs_proto.frozen import fields_of, frozen
+from cs_proto.frozen import fields_of, frozen, with_changes
 from cs_proto.messages import Died, Worker
 from cs_proto.printable import printable
 from cs_runtime.private_files import open_private
@@ -55,13 +55,15 @@ class Failure:
     traceback: str = ""
     #: The last lines the process printed.
     log: str = ""
+    #: The address of the machine on which a worker has that pid; "" if that is the machine of the service.
+    node: str = ""
 
     def __str__(self) -> str:
         """One sentence, as the terminal shows it; the message of a failed start has further lines."""
         return printable(self._sentence(), lines=True)
 
     def _sentence(self) -> str:
-        pid = "" if self.pid is None else f" (pid {self.pid})"
+        pid = "" if self.pid is None else f" (pid {self.pid}{f' on {self.node}' if self.node else ''})"
         if self.kind == "exception":
             who = "the script" if self.rank is None else f"replica {self.rank}, worker w{self.rank}"
             return f"{who}{pid} raised {self.cause}"
@@ -92,7 +94,7 @@ class Known(Protocol):
 def died_failure(died: Died) -> Failure:
     """The failure for a death that the supervisor reports."""
     rank = died.rank if died.role == "worker" else None
-    return Failure("death", died.role, rank, died.pid, died.cause, log=died.log)
+    return Failure("death", died.role, rank, died.pid, died.cause, log=died.log, node=died.node)
 
 
 def write(path: str, failure: Failure, exit_code: int) -> None:
@@ -162,15 +164,16 @@ def _failure_of(error: Exception, links: list[Known]) -> Failure:
         deaths = [died for died in deaths if not died.restarts]
     if isinstance(error, (ReplicaLostError, ShutdownError)) and deaths:
         found = died_failure(deaths[-1])
-        return Failure(found.kind, found.role, found.rank, found.pid, found.cause, log=found.log, **texts)
+        return with_changes(found, **texts)
     name = type(error).__qualname__
     if isinstance(error, LaunchError):
         return Failure("start", "launcher", None, None, _sentence(name, error), **texts)
     replica = vars(error).get("replica", -1)
     if isinstance(replica, int) and replica >= 0:
-        pids = [worker.pid for link in links for worker in link.workers if worker.replica == replica]
+        workers = [worker for link in links for worker in link.workers if worker.replica == replica]
+        pid, node = (workers[-1].pid, workers[-1].node) if workers else (None, "")
         cause = _sentence(name.removeprefix("Replica") if isinstance(error, ReplicaError) else name, error)
-        return Failure("exception", "worker", replica, pids[-1] if pids else None, cause, **texts)
+        return Failure("exception", "worker", replica, pid, cause, node=node, **texts)
     return Failure("exception", "script", None, os.getpid(), _sentence(name, error), **texts)
 
 

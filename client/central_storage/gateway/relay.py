@@ -159,7 +159,7 @@ class Relay:
         role = str(parts[0].get("User-Id"))
         if role.startswith(WORKER_ROLES):
             pieces: list[Buffer] = [parts[0].bytes, *(frame.buffer for frame in parts[1:])]
-            self.links.hear(role, identity, pieces, time.monotonic())
+            self.links.hear(role, identity, pieces, time.monotonic(), str(parts[0].get("Peer-Address")))
             return
         try:
             record = decode([frame.bytes for frame in parts], LIMITS)

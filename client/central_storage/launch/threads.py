@@ -74,6 +74,7 @@ class ThreadChild:
     """A running or ended thread, as the supervisor sees a child process."""
 
     is_here = True
+    node = ""
 
     def __init__(self, loop: Loop, command: Command, part: Part, on_end: Callable[[ThreadChild], None]) -> None:
         self.command = command

@@ -343,7 +343,16 @@ class PlanningLink:
                 place = kind == "variable"
                 self._slots = {key: kept for key, kept in self._slots.items() if key[place] != number}
 
-    def processes(self) -> list[tuple[str, int, str]]:
+    @property
+    def workers(self) -> list[messages.Worker]:
+        """None was started."""
+        return []
+
+    def listens_at(self) -> str:
+        """Nowhere."""
+        return ""
+
+    def processes(self) -> list[tuple[str, int, str, str]]:
         """None was started."""
         return []
 

@@ -27,6 +27,7 @@ from central_storage.optimizers.optimizer import Optimizer
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 
+from .cluster_resolver import ClusterResolver, resolver_of
 from .extended import StrategyExtended
 from .rates import Rates
 from .replica_devices import ReplicaDevices
@@ -113,9 +114,14 @@ class StrategyBase(ReplicaDevices):
         return len(self.devices_by_replica)
 
     @property
-    def cluster_resolver(self) -> None:
-        """None, also if workers run on other machines: their addresses are not known to the script."""
-        return None
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where the processes run, under TensorFlow's names: ``cluster_spec().as_dict()`` has the addresses of the jobs
+        ``chief`` (the script), ``worker`` (the replicas) and ``ps`` (the variables). None if all are on this machine.
+
+        Raises:
+            ContextError: Asked inside a replica while workers run on other machines (a RuntimeError).
+        """
+        return resolver_of(self.controller) if isinstance(self, Handle) else None  # the default strategy has no service
 
     @property
     def extended(self) -> StrategyExtended:

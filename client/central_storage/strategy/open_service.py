@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from central_storage.core.devices import device_names
@@ -91,6 +92,7 @@ def open_service(
         if not is_said:
             replicas = f"{link.replicas} replica{'s' * (link.replicas > 1)} ({', '.join(link.compute_devices)})"
             announce(f"[central-storage] {replicas}, parameters on {link.parameter_device}, transport {link.transport}")
+        link.listens_at = partial(_listens_at, link.address)
         _say_what_counts(link, compute_devices, parameter_device)
         if path := os.environ.get("CS_TIMELINE"):
             _record(link, path)
@@ -120,6 +122,14 @@ def _check_cluster(compute_devices: device_names.Devices | None, in_process: boo
             "this script has a service already, which cs-launch or cs-ctl estimate has started; leave cluster out, or "
             "start the script with python"
         )
+
+
+def _listens_at(run_directory: str) -> str:
+    """Where the service listens for other machines now; "" for nowhere."""
+    from central_storage.launch.service_file import ServiceFile  # late: few scripts ask
+
+    file = ServiceFile.read(run_directory)
+    return file.listen if file is not None else ""
 
 
 def _is_launched() -> bool:

@@ -23,8 +23,10 @@ def shown(title: str, backend: ControllerBackend) -> str:
     return section(title, table([_row(*each) for each in found], _HEAD)) if found else section(title)
 
 
-def _row(name: str, pid: int, device: str) -> tuple[object, ...]:
+def _row(name: str, pid: int, device: str, node: str) -> tuple[object, ...]:
     """A row of the table. A process that another container has, or that has just died, is not to be seen."""
+    if node:  # where the pid means another process than here
+        return name, pid, device, f"on {node}", "", ""
     if pid == os.getpid():
         name = f"{name}, a thread of this process"
     try:

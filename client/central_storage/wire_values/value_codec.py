@@ -83,8 +83,8 @@ def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -
     return replace(error, arguments=value)
 
 
-def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
-    """The exception to raise for ``error``, with its traceback as a note.
+def to_exception(error: Error, view: View, resolve: Resolve, node: str = "") -> BaseException:
+    """The exception to raise for ``error``, with its traceback as a note that names the replica's ``node``.
 
     If its original class is not in the closed table and this process has that class, the exception is of that class.
     Otherwise it is of the table's class, or of a base class that takes the arguments. ``replica`` and ``merge_index``
@@ -95,7 +95,8 @@ def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
     exc = _as_raised(error, arguments, attributes) or _as_listed(error.exception, arguments)
     if isinstance(exc, ReplicaError) or not hasattr(exc, "replica"):
         vars(exc).update(replica=error.replica, merge_index=error.merge_index)
-    where = f"in replica {error.replica} (merge point {error.merge_index})" if error.replica >= 0 else "in the service"
+    place = f"in replica {error.replica}{f' on {node}' if node else ''}"
+    where = f"{place} (merge point {error.merge_index})" if error.replica >= 0 else "in the service"
     if error.replica >= 0 or error.traceback:
         trace = printable(_without_last(error.traceback, exc), lines=True)
         exc.add_note(f"{where}:\n{trace}".rstrip(":\n"))

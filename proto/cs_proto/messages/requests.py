@@ -232,7 +232,7 @@ class Described(Record):
 @record(74)
 class ReplicaStatistics(Record):
     """Counters of one replica since the start of the server. ``not_finite`` counts the steps in which the server warned
-    of this replica's gradients."""
+    of this replica's gradients. ``node`` is the address of the worker's machine; "" if that is this one."""
 
     replica: Replica
     pid: Pid
@@ -241,6 +241,7 @@ class ReplicaStatistics(Record):
     points: Count
     applies: Count
     not_finite: Count = 0
+    node: str = ""
 
 
 @record(75)

@@ -36,6 +36,15 @@ WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_
 VARIABLE_NAME = "1-512 printable characters, without control characters, line ends and marks of direction"
 
 
+#: The longest name of a node.
+_MOST_NODE_CHARACTERS = 255
+
+
+def is_node(name: str) -> bool:
+    """Whether a machine may be called so: by the address at which others see it. Empty: the machine of the service."""
+    return len(name) <= _MOST_NODE_CHARACTERS and all(char.isalnum() or char in ".:%-_" for char in name)
+
+
 def is_variable_name(name: str) -> bool:
     """Whether a variable may have this name."""
     return 0 < len(name) <= 512 and name.isprintable()
@@ -146,12 +155,18 @@ class Optimizer(Record):
 
 @record(8)
 class Worker(Record):
-    """A registered worker. It listens where :func:`cs_proto.peers.worker_endpoint` says."""
+    """A registered worker. It listens where :func:`cs_proto.peers.worker_endpoint` says. ``node`` is the address of
+    the machine on which it runs and has that pid; "" if that is the machine of the service."""
 
     replica: Replica
     incarnation: Incarnation
     pid: Pid
     device: str
+    node: str = ""
+
+    def check(self) -> None:
+        if not is_node(self.node):
+            self.refuse(f"{shown(self.node)} is no node")
 
 
 @record(9)

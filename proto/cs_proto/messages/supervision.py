@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from cs_proto.descriptors import Location
-from cs_proto.records import Count, Range, Record, Seconds, record
+from cs_proto.records import Count, Range, Record, Seconds, record, shown
 
-from .shared import MOST_REPLICAS, Error, Incarnation, Number, Pid, Replica, Replicas, Role
+from .shared import MOST_REPLICAS, Error, Incarnation, Number, Pid, Replica, Replicas, Role, is_node
 
 #: The longest identity of a ZeroMQ socket.
 _MOST_NAME_NBYTES = 255
@@ -105,7 +105,8 @@ class Serving(Record):
 @record(117)
 class Died(Record):
     """Supervisor to all: a process has ended unexpectedly. ``cause`` reads ``exit code 3`` or ``SIGKILL``; ``log``
-    holds the last lines it wrote. ``restarts``: the next incarnation takes its place."""
+    holds the last lines it wrote. ``restarts``: the next incarnation takes its place. ``node`` is the address of the
+    machine on which it had that pid; "" if that is the machine of the service."""
 
     role: Role
     rank: Replica
@@ -114,6 +115,7 @@ class Died(Record):
     cause: str
     log: str
     restarts: bool = False
+    node: str = ""
 
 
 @record(118)
@@ -143,7 +145,8 @@ class Join(Record):
     """First packet of a launcher that offers to run one of the service's workers in its own container.
 
     If ``incarnation`` is not 0, the launcher runs (or last ran) this incarnation of worker ``rank`` for the previous
-    supervisor, which gave that worker this ``name``. ``protocol`` stays the first field in every version.
+    supervisor, which gave that worker this ``name``. ``node`` is the address of the launcher's machine; "" if that is
+    the machine of the service. ``protocol`` stays the first field in every version.
     """
 
     protocol: Count
@@ -151,6 +154,11 @@ class Join(Record):
     rank: Replica = 0
     incarnation: Annotated[int, Range(0, (1 << 31) - 1)] = 0
     name: bytes = b""
+    node: str = ""
+
+    def check(self) -> None:
+        if not is_node(self.node):
+            self.refuse(f"{shown(self.node)} is no node")
 
     def __repr__(self) -> str:
         return f"Join(pid={self.pid}, rank={self.rank}, incarnation={self.incarnation}, protocol={self.protocol})"
@@ -305,7 +313,8 @@ class ServiceProcess(Record):
     """A process of the service.
 
     ``state`` is ``starting`` until it is ready, and ``ended`` if nothing runs in its place
-    yet. ``cause`` says why the incarnation before it ended, or why it ended itself; it is empty if nothing did."""
+    yet. ``cause`` says why the incarnation before it ended, or why it ended itself; it is empty if nothing did.
+    ``node`` is the address of the machine on which it has that pid; "" if that is the machine of the service."""
 
     role: Literal["server", "worker"]
     rank: Replica
@@ -315,6 +324,7 @@ class ServiceProcess(Record):
     state: Literal["starting", "ready", "ended"]
     restarts: Count
     cause: str
+    node: str = ""
 
 
 @record(136)

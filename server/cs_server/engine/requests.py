@@ -289,6 +289,7 @@ def statistics(server: State, peer: bytes, record: Statistics, now: float) -> No
             tally.replica_runs[replica],
             tally.points[replica],
             tally.applies[replica],
+            node=session.worker.node,
         )
         for replica, session in sorted(server.tables.workers.items())
     )

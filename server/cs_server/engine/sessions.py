@@ -7,7 +7,7 @@ and runs. A function that refuses raises, and then nothing has changed.
 from __future__ import annotations
 
 from cs_proto.errors import ContextError, Fenced, InvalidArgumentError, PeerProtocolError, ReplicaLostError
-from cs_proto.failures import error_of
+from cs_proto.failures import error_of, pid_of
 from cs_proto.messages import PROTOCOL, Died, Goodbye, Hello, Refused, Register, Registered, Welcome, Worker
 from cs_proto.records import Record, replace
 from cs_server.events import Dismiss, Log, Send
@@ -133,9 +133,9 @@ def title(server: State, replica: int) -> str:
     """``replica 1 (pid 43, w1.2)``, for people."""
     known, died = server.tables.workers.get(replica), server.tables.deaths.get(replica)
     if died is not None:
-        return f"replica {replica} (pid {died.pid}, w{replica}.{died.incarnation})"
+        return f"replica {replica} ({pid_of(died)}, w{replica}.{died.incarnation})"
     return (
-        f"replica {replica} (pid {known.worker.pid}, w{replica}.{known.worker.incarnation})"
+        f"replica {replica} ({pid_of(known.worker)}, w{replica}.{known.worker.incarnation})"
         if known
         else (f"replica {replica}")
     )

@@ -75,7 +75,7 @@ Error: exception message origin replica merge_index traceback
 VariableSpec: name dtype shape trainable aggregation synchronization ordinary sparse
 Variable: number spec version
 Optimizer: number kind rule hyperparameters schedule iterations exempt
-Worker: replica incarnation pid device
+Worker: replica incarnation pid device node
 Register: protocol worker
 Registered: replicas parameter_device workers
 Hello: protocol role client pid
@@ -110,7 +110,7 @@ Done: sequence number version renamed
 Created: sequence
 Got: request commits
 Described: request optimizers slotted steps
-ReplicaStatistics: replica pid device runs points applies not_finite
+ReplicaStatistics: replica pid device runs points applies not_finite node
 Counters: request pid uptime variables parameter_nbytes slot_nbytes commits runs messages replicas posted doorbells
 Counters: captured uncaptured run waiting not_finite overflowed
 Refused: number
@@ -143,10 +143,10 @@ MakeSegment: writer
 Segment: writable is_elsewhere
 SegmentRefused: segment
 Serving: run_directory transport
-Died: role rank incarnation pid cause log restarts
+Died: role rank incarnation pid cause log restarts node
 Output: stream text
 Shutdown: reason
-Join: protocol pid rank incarnation name
+Join: protocol pid rank incarnation name node
 Joined: rank incarnation replicas transport name
 Interrupt: replica
 MadeProgress: incarnation
@@ -156,7 +156,7 @@ Mailbox: spins refused
 ShowStacks: replica incarnation
 DeviceChoice: devices parameter_device
 ServiceReport: state since transport processes controllers events restarts max_restarts
-ServiceProcess: role rank incarnation pid device state restarts cause
+ServiceProcess: role rank incarnation pid device state restarts cause node
 ShowLog: follow
 LogLines: lines is_last
 LogLine: time label stream text

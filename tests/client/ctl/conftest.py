@@ -69,6 +69,7 @@ def process(label: str = "w0", **changes: Any) -> Process:
         "private_nbytes": 1_000_000,
         "shared_nbytes": {"parameters": 1, "slots": 0, "gradients": 0, "arenas": 0, "other": 0},
         "waits_for": "",
+        "node": None,
     }
     return Process(**(values | changes))
 

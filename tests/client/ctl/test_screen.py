@@ -137,3 +137,21 @@ def test_shares_are_what_each_process_has_computed_between_two_looks() -> None:
     )
     assert processor(before, now) == {"w0": 0.5}
     assert processor(None, now) == {}
+
+
+def test_nodes_have_a_column_if_there_are_some() -> None:
+    shown = (process("server"), process("w0", node="10.0.0.7"), process("w1", node="192.168.100.200"))
+    lines = drawn(
+        reading(processes=shown),
+        [1.0],
+        {},
+        processor_bars({}),
+        sort="name",
+        is_paused=False,
+        log=None,
+        columns=120,
+        rows=24,
+    )
+    text = "\n".join(lines)
+    assert text.index("NODE") - text.index("PROCESS") == text.index("192.168.100.200") - text.index("w1.1")
+    assert "NODE" not in "\n".join(picture(120))

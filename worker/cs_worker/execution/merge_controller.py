@@ -193,7 +193,16 @@ class MergeController:
         """Some of the variable's values."""
         return every(self.read(number), most)
 
-    def processes(self) -> Sequence[tuple[str, int, str]]:
+    @property
+    def workers(self) -> Sequence[messages.Worker]:
+        """All workers."""
+        return self._workers
+
+    def listens_at(self) -> str:
+        """Unknown: the script knows it."""
+        return ""
+
+    def processes(self) -> Sequence[tuple[str, int, str, str]]:
         """None: the script shows them."""
         return ()
 

@@ -124,9 +124,11 @@ def _memory(reading: Reading) -> str | None:
 
 
 def _print_processes(reading: Reading) -> None:
+    is_spread = any(each.node for each in reading.processes)
     columns = (
         "PROCESS",
         "PID",
+        *(("NODE",) if is_spread else ()),
         "STATE",
         "DEVICE",
         "CPU",
@@ -139,6 +141,7 @@ def _print_processes(reading: Reading) -> None:
         (
             f"{each.label}.{each.incarnation}" if each.incarnation else each.label,
             str(each.pid) if each.pid else "-",
+            *((printing.plain(each.node),) if is_spread else ()),
             printing.plain(each.state),
             printing.plain(each.device),
             printing.age(each.cpu_seconds),

@@ -57,6 +57,8 @@ class Running(Protocol):
     pid: int
     #: Whether it runs in this container, where ``pid`` names it.
     is_here: bool
+    #: The address of the machine on which it runs; "" for this one.
+    node: str
 
     @property
     def name(self) -> str:
@@ -130,6 +132,7 @@ class Child:
     """A running or ended process. Raises OSError if it cannot be started."""
 
     is_here = True
+    node = ""
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Medium, Memfd, Memory
 from central_storage.launch.plan import Command, next_incarnation
 from cs_proto.errors import CentralStorageError, LaunchError
+from cs_proto.failures import pid_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     Appoint,
@@ -106,10 +107,9 @@ class Service:
     ) -> None:
         """Does not start anything yet. ``start_timeout`` (seconds) limits the time until every process is ready;
         workers that come from elsewhere have no limit. ``start_child`` starts a process for a command, with the
-        arguments of :class:`~.children.Child`. Segments lie in ``medium`` (default:
-        :class:`~central_storage.launch.memory.Memfd`). ``recovery`` says what happens when a process dies (default:
-        Recovery()). Without ``mailboxes`` all messages go over ZeroMQ. With ``choose``, the ``commands`` stand by until
-        the first controller has chosen its devices."""
+        arguments of :class:`~.children.Child`. Segments lie in ``medium`` (default: Memfd). ``recovery`` says what
+        happens when a process dies (default: Recovery()). Without ``mailboxes`` all messages go over ZeroMQ. With
+        ``choose``, the ``commands`` stand by until the first controller has chosen its devices."""
         self.run_directory = run_directory
         #: The first process that ended unexpectedly, unless its successor has worked since; or None.
         self.first_failure: Died | None = None
@@ -312,7 +312,7 @@ class Service:
         command = child.command
         end_leftovers(self.run_directory, command.role, command.rank)
         pause = self._pause_after(child)
-        died = Died(*_identity(command), child.pid, child.cause, child.tail.text(), pause is not None)
+        died = Died(*_identity(command), child.pid, child.cause, child.tail.text(), pause is not None, child.node)
         self.first_failure = self.first_failure or died
         if self._state == "starting":
             self._fail_start(f"{child.name} ended by {child.cause} before the service was up", child)
@@ -493,8 +493,7 @@ class Service:
             for died in self._deaths.values():
                 peer.send(died)
         elif self._state not in ("starting", "recovering"):
-            deaths = self._deaths.values()
-            why = ", ".join(f"its {died.role} (pid {died.pid}) ended by {died.cause}" for died in deaths)
+            why = ", ".join(f"its {d.role} ({pid_of(d)}) ended by {d.cause}" for d in self._deaths.values())
             peer.send(StartFailed(as_record(LaunchError(f"the service has ended: {why or 'it was shut down'}"))))
 
     def _ready(self, peer: Peer, ready: Ready) -> None:

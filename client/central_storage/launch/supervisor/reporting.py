@@ -141,6 +141,7 @@ class Reporter:
             "ended" if is_over else "starting" if child.ready_since is None else "ready",
             self._deaths[key],
             (died.cause if died is not None else child.cause if is_over else "")[:limit],
+            child.node,
         )
 
 

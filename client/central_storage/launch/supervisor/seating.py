@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from cs_proto.errors import LaunchError
 from cs_proto.messages import PROTOCOL, Died, Introduce, Join, Joined, StartFailed
@@ -15,7 +15,28 @@ from .introductions import new_name
 from .reception import as_record
 from .seats import Elsewhere
 
-__all__ = ["Seating"]
+__all__ = ["Seating", "on_nodes"]
+
+
+def on_nodes(nodes: Sequence[str]) -> str:
+    """Where the workers are, by the node of each; "" is the machine of the service.
+
+    >>> on_nodes(["10.0.0.4", "10.0.0.7", "10.0.0.7", "10.0.0.7", "10.0.0.4", ""])
+    '6 workers on 3 nodes (10.0.0.4: w0, w4; 10.0.0.7: w1-w3; this machine: w5)'
+    """
+    where: dict[str, list[list[int]]] = {}
+    for worker, node in enumerate(nodes):
+        ranges = where.setdefault(node or "this machine", [])
+        if ranges and ranges[-1][1] == worker - 1:
+            ranges[-1][1] = worker
+        else:
+            ranges.append([worker, worker])
+    named = "; ".join(
+        f"{node}: " + ", ".join(f"w{first}" if first == last else f"w{first}-w{last}" for first, last in ranges)
+        for node, ranges in where.items()
+    )
+    workers, machines = f"{len(nodes)} worker{'s' * (len(nodes) > 1)}", f"{len(where)} node{'s' * (len(where) > 1)}"
+    return f"{workers} on {machines} ({named})"
 
 
 class Seating:
@@ -35,7 +56,8 @@ class Seating:
         self._transport = transport
         self._say = say
         self._places: dict[Peer, Elsewhere] = {}
-        self._queue: list[tuple[Peer, int]] = []  # launchers for which there may be a place, with their pids
+        self._queue: list[tuple[Peer, Join]] = []  # launchers for which there may be a place
+        self._is_full = False  # all have joined, and their nodes were named
 
     @property
     def places(self) -> list[Elsewhere]:
@@ -52,7 +74,7 @@ class Seating:
         if request.incarnation and request.rank < len(places) and places[request.rank].is_awaited:
             self._come_back(places[request.rank], launcher, request)
         else:
-            self._queue.append((launcher, request.pid))
+            self._queue.append((launcher, request))
         self.fill()
 
     def _come_back(self, place: Elsewhere, launcher: Peer, request: Join) -> None:
@@ -60,35 +82,33 @@ class Seating:
         successor was to be started, the launcher gets that incarnation."""
         if request.incarnation == place.command.incarnation:
             place.ready_since = time.monotonic()
-            self._give(place, launcher, request.pid, request.name)
+            self._give(place, launcher, request.pid, request.node, request.name)
         else:
-            self._give(place, launcher, request.pid)
+            self._give(place, launcher, request.pid, request.node)
         self._say(f"worker w{place.command.rank} is back")
 
     def fill(self) -> None:
         """Give free places to waiting launchers, and turn away launchers for which no place can become free."""
         places = self.places
-        for peer, pid in list(self._queue):
+        for peer, request in list(self._queue):
             place = next((child for child in places if child.is_free), None)
             if place is not None:
-                self._give(place, peer, pid)
-                waiting = sum(child.is_free for child in places)
-                joined = f"worker w{place.command.rank} of {len(places)} has joined"
-                self._say(joined + (f", {waiting} to come" if waiting else ""))
+                self._give(place, peer, request.pid, request.node)
+                self._say_joined(place, places)
             elif not any(child.is_awaited or self._is_started_again(child) for child in places):
                 why = f"all {len(places)} workers of this service run already"
                 error = LaunchError(f"{why}; tell its server of more (cs-launch --serve N)")
                 peer.send(StartFailed(as_record(error)))
             else:
                 continue
-            self._queue.remove((peer, pid))
+            self._queue.remove((peer, request))
 
     def hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
         """Give the next incarnation of a worker to the launcher that ran the last one. If that launcher is gone,
         another one has to join."""
         launcher = ended.launcher
         if launcher is not None and not launcher.closed:
-            self._give(place, launcher, ended.pid)
+            self._give(place, launcher, ended.pid, ended.node)
         self.fill()
 
     def has_died(self, launcher: Peer, died: Died) -> bool:
@@ -102,14 +122,25 @@ class Seating:
 
     def forget(self, peer: Peer) -> None:
         """Drop a peer whose connection has ended, if it is a launcher."""
-        self._queue = [(launcher, pid) for launcher, pid in self._queue if launcher is not peer]
+        self._queue = [(launcher, request) for launcher, request in self._queue if launcher is not peer]
         if peer in self._places:
             self._places.pop(peer).leave()
 
-    def _give(self, place: Elsewhere, launcher: Peer, pid: int, name: bytes = b"") -> None:
+    def _say_joined(self, place: Elsewhere, places: list[Elsewhere]) -> None:
+        """Say who has joined, and once all have, on which nodes they are."""
+        waiting = sum(child.is_free for child in places)
+        joined = f"worker w{place.command.rank} of {len(places)} has joined"
+        joined += f" from {place.node}" if place.node else ""
+        self._say(joined + (f", {waiting} to come" if waiting else ""))
+        if not waiting and not self._is_full:
+            self._is_full = True
+            if any(child.node for child in places):
+                self._say(on_nodes([child.node for child in places]))
+
+    def _give(self, place: Elsewhere, launcher: Peer, pid: int, node: str, name: bytes = b"") -> None:
         command, name = place.command, name or new_name()
         launcher.introduction = Introduce(PROTOCOL, "worker", command.rank, command.incarnation, pid)
-        place.take(launcher, pid, name)
+        place.take(launcher, pid, name, node)
         self._places[launcher] = place
         launcher.send(Joined(command.rank, command.incarnation, len(self.places), self._transport, name))
 

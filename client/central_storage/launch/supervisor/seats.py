@@ -40,7 +40,7 @@ class Elsewhere:
         self.ready_since: float | None = None
         self.has_worked = False
         self.returncode: int | None = None
-        self.pid = 0
+        self.pid, self.node = 0, ""
         self.cause = "still running"
         self._on_end = on_end
         #: The launcher that runs it, or ran it until it ended; None before that, and once the launcher is gone.
@@ -52,18 +52,20 @@ class Elsewhere:
 
     @property
     def name(self) -> str:
-        """Its name in messages: ``worker w0 (pid 12 where it runs)``."""
-        return f"worker {self.command.label} (pid {self.pid} where it runs)"
+        """Its name in messages: ``worker w0 (pid 12 on 10.0.0.7)``; ``where it runs`` in another container."""
+        where = f"on {self.node}" if self.node else "where it runs"
+        return f"worker {self.command.label} (pid {self.pid} {where})"
 
     @property
     def is_free(self) -> bool:
         """Whether no launcher runs it."""
         return self.launcher is None and self.returncode is None and not self.is_awaited
 
-    def take(self, launcher: Peer, pid: int, name: bytes) -> None:
-        """Give the place to ``launcher``, whose pid is that of its own container, and which tells its worker the
-        name."""
-        self.launcher, self.pid, self.is_awaited, self._name = launcher, pid, False, name
+    def take(self, launcher: Peer, pid: int, name: bytes, node: str = "") -> None:
+        """Give the place to ``launcher`` on the machine ``node``, whose pid is that of its own container, and which
+        tells its worker the name."""
+        self.launcher, self.pid, self.node = launcher, pid, node
+        self.is_awaited, self._name = False, name
 
     def end(self, cause: str, log: str = "") -> None:
         """Note the end of the worker, with its cause and its last lines. Idempotent."""
@@ -81,7 +83,7 @@ class Elsewhere:
     def leave(self) -> None:
         """Note that its launcher is gone."""
         self.launcher = None
-        self.end("the end of its connection (its container or process is gone)")
+        self.end(f"the end of its connection (its {'machine' if self.node else 'container'} or process is gone)")
 
     def listen(self, wanted: bool = True) -> None:
         """Do nothing: the output appears where the worker runs."""

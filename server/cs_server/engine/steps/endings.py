@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
-from cs_proto.failures import error_of, last_lines
+from cs_proto.failures import error_of, last_lines, pid_of
 from cs_proto.messages import Cancel, ClientGone, Died, RunId
 from cs_proto.records import replace
 from cs_server.engine import sessions
@@ -100,7 +100,7 @@ def lost(server: State, run: RunId, died: Died, then: str) -> None:
         count = runs.standing_commits(server, run)
         kept = "1 commit of this run is kept" if count == 1 else f"{count} commits of this run are kept"
         error = ReplicaLostError(
-            f"replica {died.rank} (pid {died.pid}, w{died.rank}.{died.incarnation}) was lost in {runs.name(run)}: "
+            f"replica {died.rank} ({pid_of(died)}, w{died.rank}.{died.incarnation}) was lost in {runs.name(run)}: "
             f"{died.cause}. {kept}, the rest was dropped; {then}{last_lines(died)}"
         )
         state = replace(state, failure=Failure("lost", died.rank, error_of(error, died.rank, stand.count)))

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
-from cs_proto.failures import error_of, last_lines
+from cs_proto.failures import error_of, last_lines, pid_of
 from cs_proto.messages import (
     MOST_AHEAD,
     Accepted,
@@ -280,7 +280,7 @@ def begin(server: State, run: RunId, now: float, series: int = 0, *, is_cancelle
         server.tables.stands[run, replica] = ReplicaProgress(0, 0.0, -1, None, None, died is not None)
         if died is not None and failure is None:
             lost = ReplicaLostError(
-                f"replica {replica} (pid {died.pid}, w{replica}.{died.incarnation}) is dead: {died.cause}. "
+                f"replica {replica} ({pid_of(died)}, w{replica}.{died.incarnation}) is dead: {died.cause}. "
                 f"{name(run).capitalize()} was not started; make a new CentralStorageStrategy to continue training"
                 f"{last_lines(died)}"
             )
