@@ -59,6 +59,10 @@ class Network:
         launch = str(Path(sys.executable).with_name("cs-launch"))
         return [("ip", "netns", "exec", name, launch) for name in (self._head, self._node, self._node)]
 
+    def drop(self) -> None:
+        """Have the machine of the service answer nothing that the other one sends."""
+        _run("ip", "-n", self._head, "route", "add", "blackhole", f"{_NODE}/32")
+
     def set_link(self, state: str) -> None:
         """Take the link of the outposts ``down`` or ``up``."""
         _run("ip", "-n", self._node, "link", "set", self._link, state)
@@ -107,6 +111,18 @@ def test_a_network_that_was_down_changes_no_bit(
     machines.head.wait_for("^dense ", timeout=unit(100))
     assert "ended by" not in machines.head.err, machines.head.err
     ends_well(machines, outposts, {"dense": alone["dense"]})
+
+
+def test_a_port_that_is_blocked_is_named(stack: ExitStack, network: Network, keys: Path, program: Path) -> None:
+    """The machine of the service drops what the other one sends, as a firewall does."""
+    machines = Machines(stack, keys, program, "dense", "1", launchers=network.launchers(), host=_HEAD)
+    network.drop()
+    ended = machines.outpost(0, None, "--start-timeout", "8").wait(unit(30))
+    waiting = f"no gateway answers at {machines.address} yet, and is waited for 4 s: what is sent there gets no answer"
+    limit = f"no gateway answered at {machines.address} within 8 s (--start-timeout): what is sent there gets no answer"
+    assert (ended.code, waiting in ended.err, limit in ended.err) == (3, True, True), str(ended)
+    assert "a firewall drops what is sent to this port" in ended.err
+    assert machines.left() == os.listdir(machines.places[0])  # nothing on the other machine
 
 
 def _run(*command: str) -> None:

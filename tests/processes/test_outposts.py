@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -297,10 +298,11 @@ class Machines:
         self.head = stack.enter_context(start(*command, *words, environment=self._environment(0)))
         self.address = self.head.wait_for(r"observers on (tcp://[\d.]+:\d+)", stream="err")[1]
 
-    def outpost(self, number: int, address: str | None = None) -> Child:
+    def outpost(self, number: int, address: str | None = None, *options: str, **environment: str) -> Child:
         """An outpost that is starting, with the key of that number."""
-        command = (*self._launchers[1 + number], "--join", address or self.address, "--keys", self._keys / "ab"[number])
-        return self._stack.enter_context(start(*command, environment=self._environment(1 + number)))
+        where = ("--join", address or self.address, "--keys", self._keys / "ab"[number])
+        command = (*self._launchers[1 + number], *where, *options)
+        return self._stack.enter_context(start(*command, environment=self._environment(1 + number) | environment))
 
     def both(self, address: str | None = None) -> list[Child]:
         """Two outposts; the first of them runs worker 0."""
@@ -676,7 +678,56 @@ def test_options_that_are_refused(words: list[str], said: str, keys: Path, capsy
 
 def test_nobody_answers(keys: Path) -> None:
     ended = run("cs-launch", "--join", "tcp://127.0.0.1:1", "--keys", keys / "a", "--start-timeout", "1")
-    assert (ended.code, "tcp://127.0.0.1:1" in ended.err) == (3, True), str(ended)
+    said = "no gateway answered at tcp://127.0.0.1:1 within 1 s (--start-timeout): nothing listens there (Connection"
+    assert (ended.code, said in ended.err) == (3, True), str(ended)
+
+
+def test_something_else_listens_there(keys: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        ended = run("cs-launch", "--join", address, "--keys", keys / "a", "--start-timeout", "6")
+    assert (ended.code, ended.err.count(f"{address} ")) == (3, 2), str(ended)
+    for said in (
+        f"no gateway answers at {address} yet, and is waited for 2 s: what listens there is no gateway",
+        "6 s",
+    ):
+        assert said in ended.err
+
+
+def test_two_services_at_one_address(stack: ExitStack, keys: Path, program: Path, tmp_path: Path) -> None:
+    machines = Machines(stack, keys, program, "dense", "1")
+    options = ("--serve", "2", "--keys", keys / "service", "--run-dir", tmp_path / "run")
+    second = run("cs-launch", "--listen", machines.address, *options, program, "dense", "1")
+    said = f"cs-launch: error: --listen {machines.address}: "
+    assert (second.code, said in second.err, "in use" in second.err) == (3, True, True), str(second)
+    assert not (tmp_path / "run").exists()
+    ends_well_with = [joined(machines.outpost(number), number) for number in range(2)]
+    machines.head.wait(unit(60)).ok()
+    assert [outpost.wait().code for outpost in ends_well_with] == [0, 0]
+
+
+SHIFTED = """
+import time
+
+def shifted(clock, by):
+    return lambda: clock() + by
+
+time.time, time.monotonic = shifted(time.time, 4e7), shifted(time.monotonic, 1e6)
+time.time_ns, time.monotonic_ns = shifted(time.time_ns, 4 * 10**16), shifted(time.monotonic_ns, 10**15)
+"""
+
+
+def test_clocks_that_differ_change_nothing(
+    stack: ExitStack, keys: Path, program: Path, alone: dict[str, str], tmp_path: Path
+) -> None:
+    """The clocks of one machine are more than a year ahead: of its outpost and of its worker."""
+    (tmp_path / "sitecustomize.py").write_text(SHIFTED)
+    machines = Machines(stack, keys, program, ",".join(PARTS), str(STEPS))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    outposts = [joined(machines.outpost(0), 0), joined(machines.outpost(1, PYTHONPATH=path), 1)]
+    for process in (outposts[1].processes()[0], worker_of(outposts[1])):
+        assert str(tmp_path) in process.environ()["PYTHONPATH"]
+    ends_well(machines, outposts, alone)
 
 
 LARGE = """

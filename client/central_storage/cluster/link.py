@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ Outcome = Literal["sent", "full", "gone"]
 
 # Seconds in which a connection must be made.
 _ATTEMPT = 5.0
+# Seconds in which a connection that only tries whether somebody listens must be made.
+_KNOCK = 1.0
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
 _UNACKNOWLEDGED = 5000
 # Seconds without a sign of life after which a connection is given up even so. A sign of life waits behind an envelope,
@@ -249,8 +252,8 @@ class Link(_End):
 
     def _connect(self, now: float) -> None:
         made = self._connection = _Connection(self._context, self.endpoint, self._keys, now)
-        for socket in (made.socket, made.events):
-            self._epoll.register(socket, select.EPOLLIN)
+        for each in (made.socket, made.events):
+            self._epoll.register(each, select.EPOLLIN)
         opening = OpenLink(PROTOCOL, self.session.name, not self.is_open, self.session.heard)
         with suppress(zmq.Again):  # it is cut already, which is reported soon
             made.socket.send_multipart(encode(opening), zmq.NOBLOCK)
@@ -305,8 +308,8 @@ class Link(_End):
 
     def _hang_up(self, linger: int) -> None:
         if self._connection is not None:
-            for socket in (self._connection.socket, self._connection.events):
-                self._epoll.unregister(socket)
+            for each in (self._connection.socket, self._connection.events):
+                self._epoll.unregister(each)
             self._connection.close(linger)
             self._connection = None
 
@@ -323,9 +326,22 @@ class Link(_End):
         if self.is_open:
             return NoAnswerError(f"nothing was heard from the gateway at {self.endpoint} for {self._timeout:g} s")
         return LaunchError(
-            f"no gateway answered at {self.endpoint} within {self._timeout:g} s: nothing listens there, or it is of "
-            "another service than the one of service.key"
+            f"no gateway answered at {self.endpoint} within {self._timeout:g} s (--start-timeout): "
+            f"{self.why_not_open()}"
         )
+
+    def why_not_open(self) -> str:
+        """What a connection of its own says about an endpoint at which no gateway answers; it takes up to a second."""
+        try:
+            socket.create_connection(check_endpoint(self.endpoint, "--join"), _KNOCK).close()
+        except TimeoutError:
+            return (
+                "what is sent there gets no answer at all, so it is the address of no machine that is up, or a "
+                "firewall drops what is sent to this port"
+            )
+        except OSError as error:
+            return f"nothing listens there ({error.strerror or error})"
+        return "what listens there is no gateway, or that of another service than the one of service.key"
 
 
 class WorkerLink(_End):

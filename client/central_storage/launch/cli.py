@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,12 +25,12 @@ from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 from cs_runtime.trace import is_on
 
-from . import join_options, listen_options, metrics_options, ray_options
+from . import join_options, listen_options, metrics_options, plan_options, ray_options
 from .affinity import Machine, core_count, machine
 from .foreground import START_FAILED, Plan, run
 from .memory import Files, Medium, Memfd, Unshared
 from .packages import python_path
-from .plan import Command, Options, of_incarnation, script_command, service_commands, standby_commands
+from .plan import Command, Options, of_incarnation, places, script_command, service_commands, standby_commands
 from .remote.serve import serve, start_child
 from .run_directory import RunDirectory
 from .service_file import ServiceFile, typed
@@ -78,6 +77,7 @@ workers on other machines:
 
 workers on the machines of a Ray cluster:
   cs-launch --ray auto --workers 8 train.py                8 workers where Ray has room; local:3 tries it on one machine
+  cs-launch --ray auto --workers 8 --plan train.py         what a step would take there; trains nothing
 
 observers on other machines, which may only read:
   cs-launch keys DIR                                       makes the keys of the service and of one observer
@@ -130,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _health(options)
         if options.doctor:
             return _doctor()
+        if options.plan:
+            plan_options.plan(options, _script_arguments(options))
         configure_logging("supervisor")
         dump_stacks_on_signal()
         if options.join is not None:
@@ -182,7 +184,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             banner = (
                 f"run {run_directory.name}: 1 script, {workers}, parameters on {owner}, "
                 f"transport {_transport(options, medium)}, directory {run_directory.path}"
-                f"{_places(commands)}{announced}"
+                f"{places(commands)}{announced}"
             )
             return Plan(commands, banner, tuple(chosen), owner)
 
@@ -327,7 +329,7 @@ def _doctor() -> int:
 
 def _check(options: argparse.Namespace) -> None:
     modes = [name for name in ("serve", "join", "health", "doctor") if getattr(options, name) not in (None, False)]
-    may_have_script = not modes or (modes == ["serve"] and options.listen is not None)
+    may_have_script = not modes or (modes == ["serve"] and (options.listen is not None or options.plan))
     if len(modes) > 1 or (_has_script(options) and not may_have_script):
         raise ConfigurationError(
             f"--{modes[0]} takes no script, and only one of --serve, --join, --health, --doctor may be given"
@@ -347,6 +349,7 @@ def _check(options: argparse.Namespace) -> None:
     listen_options.check(options, modes)
     join_options.check(options)
     ray_options.check(options, modes)
+    plan_options.check(options, modes)
     if modes and options.check_numerics is not None:
         raise ConfigurationError(
             f"--check-numerics is said by a script, and --{modes[0]} runs none; set {CHECK} where the script runs"
@@ -394,21 +397,6 @@ def _standbys(run_directory: str) -> list[Command]:
     return standby_commands(
         workers, run_directory, os.environ, python=sys.executable, python_path=python_path(os.environ)
     )
-
-
-def _places(commands: list[Command]) -> str:
-    """The processors of workers that are bound to some of them, for the banner."""
-    kept = [
-        f"{command.label} on processors {_ranges(command.processors)}" for command in commands if command.processors
-    ]
-    return f"\nNUMA: {', '.join(kept)}; OMP_PROC_BIND=false switches this off" if kept else ""
-
-
-def _ranges(processors: frozenset[int]) -> str:
-    """``0-3,8`` for a set."""
-    # In a run of consecutive numbers, number minus position is constant.
-    runs = [list(run) for _, run in groupby(enumerate(sorted(processors)), lambda pair: pair[1] - pair[0])]
-    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def _has_script(options: argparse.Namespace) -> bool:
@@ -459,6 +447,7 @@ def _parser() -> argparse.ArgumentParser:
     metrics_options.add_arguments(parser)
     listen_options.add_arguments(parser)
     ray_options.add_arguments(parser)
+    plan_options.add_arguments(parser)
     parser.add_argument(
         "--serve",
         type=int,

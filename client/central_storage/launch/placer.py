@@ -53,6 +53,8 @@ class Placed:
     #: Ray's version, and the number of nodes in its cluster.
     version: str
     cluster_nodes: int
+    #: Ray's name of each worker's node. Pretend nodes share an address.
+    ids: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For the banner.
@@ -121,6 +123,12 @@ class Placer:
                 signal.signal(number, handler)
         self._is_kept = True
         return placed
+
+    @property
+    def placed(self) -> Placed:
+        """Where the workers have their places, once :meth:`place` has returned."""
+        assert self._placed is not None
+        return self._placed
 
     def listens_at(self, endpoint: str) -> None:
         """Say where the service listens for its workers."""
@@ -228,9 +236,9 @@ class Placer:
         elif "nodes" in said:
             assert isinstance(said["nodes"], list)
             assert isinstance(said["cluster_nodes"], int)
-            self._placed = Placed(
-                str(said["address"]), tuple(said["nodes"]), str(said["version"]), said["cluster_nodes"]
-            )
+            nodes, ids = tuple(said["nodes"]), said.get("ids", ())
+            assert isinstance(ids, list | tuple)
+            self._placed = Placed(str(said["address"]), nodes, str(said["version"]), said["cluster_nodes"], tuple(ids))
             self._go()
         else:
             self._say(str(said["say"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import ENVIRONMENT
@@ -271,3 +272,18 @@ def _threads_for(name: str, environment: Mapping[str, str], share: int) -> str:
         return environment[name]
     general = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return general if general.isdecimal() and int(general) > 0 else str(share)
+
+
+def places(commands: Sequence[Command]) -> str:
+    """The processors of workers that are bound to some of them, for the banner."""
+    kept = [
+        f"{command.label} on processors {_ranges(command.processors)}" for command in commands if command.processors
+    ]
+    return f"\nNUMA: {', '.join(kept)}; OMP_PROC_BIND=false switches this off" if kept else ""
+
+
+def _ranges(processors: frozenset[int]) -> str:
+    """``0-3,8`` for a set."""
+    # In a run of consecutive numbers, number minus position is constant.
+    runs = [list(run) for _, run in groupby(enumerate(sorted(processors)), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)

@@ -17,14 +17,35 @@ from typing import Any, Literal, NoReturn
 from central_storage.core import opening
 from central_storage.diagnostics.logging_setup import announce
 from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import frozen
 
-__all__ = ["ENVIRONMENT", "Ending", "Reason", "StepReached", "ending_in"]
+__all__ = ["ENVIRONMENT", "PLACES", "Elsewhere", "Ending", "Reason", "StepReached", "ending_in"]
 
 #: The file to which the record is appended. If it is set, no strategy starts a service.
 ENVIRONMENT = "CS_ESTIMATE"
+#: Beside it, where the workers would run, if that is elsewhere: an :class:`Elsewhere` as JSON.
+PLACES = "CS_ESTIMATE_PLACES"
 
 #: What ended the script: the first step, a checkpoint that was to be saved, or nothing before its own end.
 Reason = Literal["step", "save", "end"]
+
+
+@frozen
+class Elsewhere:
+    """Where the service would listen (``tcp://ADDRESS:PORT``), and the address of each worker's machine."""
+
+    listen: str = ""
+    nodes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """This, for the environment."""
+        return json.dumps([self.listen, self.nodes])
+
+    @classmethod
+    def of_environment(cls) -> Elsewhere:
+        """What the environment says; nothing if the workers would run here."""
+        listen, nodes = json.loads(os.environ.get(PLACES, '["", []]'))
+        return cls(listen, tuple(nodes))
 
 
 @functools.cache
@@ -50,6 +71,8 @@ class Ending:
                 f"{path} cannot be opened ({error.strerror}): unset {ENVIRONMENT} to train"
             ) from error
         announce(f"[central-storage] {ENVIRONMENT} is set: this script ends before its first step")
+        #: Where the workers would run.
+        self.elsewhere = Elsewhere.of_environment()
         self._path = path
         self._process = os.getpid()
         self._plans: list[Callable[[], Mapping[str, Any] | None]] = []

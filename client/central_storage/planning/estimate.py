@@ -25,7 +25,7 @@ from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 from cs_proto.messages import VariableSpec
 
-from .ending import ENVIRONMENT
+from .ending import ENVIRONMENT, PLACES, Elsewhere
 from .plan import Optimizer, Plan, planned
 
 __all__ = ["Estimate", "Outcome", "estimates", "rule_of_class", "tried"]
@@ -46,6 +46,8 @@ class Estimate:
     available: int
     #: Their number.
     optimizers: int
+    #: Bytes of the arguments of the first step, of all replicas together.
+    arguments: int
 
 
 @frozen
@@ -95,12 +97,16 @@ def _estimate(found: Mapping[str, Any], rule: str | None) -> Estimate:
         arenas=found["arenas"],
         lanes=len(os.sched_getaffinity(0)),
     )
-    return Estimate(plan, plan.parameters + found["largest_value"], found["available"], len(optimizers))
+    start = plan.parameters + found["largest_value"]
+    return Estimate(plan, start, found["available"], len(optimizers), found["arguments"])
 
 
-def tried(arguments: Sequence[str], devices: str | None, parameter_device: str | None) -> Outcome:
+def tried(
+    arguments: Sequence[str], devices: str | None, parameter_device: str | None, elsewhere: Elsewhere | None = None
+) -> Outcome:
     """Run the script (``["train.py", "--rate", "0.1"]`` or ``["-m", "package"]``) up to its first step, in a process of
-    its own. What it prints goes to stderr. Its processes get ``devices`` in place of those that the script names."""
+    its own. What it prints goes to stderr. Its processes get ``devices`` in place of those that the script names, and
+    see the workers ``elsewhere``."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         named = {"CS_DEVICES": devices, "CS_PARAMETER_DEVICE": parameter_device}
         path = python_path(os.environ)
@@ -108,6 +114,7 @@ def tried(arguments: Sequence[str], devices: str | None, parameter_device: str |
             **{name: value for name, value in os.environ.items() if name != "CS_ADDRESS"},
             **{name: value for name, value in named.items() if value},
             **({"PYTHONPATH": path} if path else {}),
+            **({} if elsewhere is None else {PLACES: elsewhere.to_json()}),
             # Whoever opens it gets a file of its own, also a process that the script starts.
             ENVIRONMENT: f"/proc/{os.getpid()}/fd/{file.fileno()}",
         }

@@ -80,7 +80,7 @@ class PlanningLink:
         self._read_ahead = 0
         # What the arena of a script would take, and what is read ahead.
         self._arena = Arena(_nowhere)
-        self._inputs = self._largest = 0
+        self._inputs = self._largest = self._arguments = 0
         ending.add(self._planned)
 
     @property
@@ -107,6 +107,7 @@ class PlanningLink:
         with self._lock:
             sent = self._pickled(function)
             pickles = [dump_arguments(args, kwargs, self._adopt, _in_place) for args, kwargs in arguments]
+            self._arguments = sum(len(data) + sum(each.nbytes for each in buffers) for data, buffers in pickles)
             self._place_steps(sent.data, pickles, series.lookahead)
         self._ending.reached("step")
 
@@ -166,6 +167,7 @@ class PlanningLink:
             "optimizers": optimizers,
             "arenas": self._arena.touched_nbytes + self._inputs,
             "largest_value": self._largest,
+            "arguments": self._arguments,
             "available": machine.available_nbytes(),
         }
 
@@ -345,12 +347,14 @@ class PlanningLink:
 
     @property
     def workers(self) -> list[messages.Worker]:
-        """None was started."""
-        return []
+        """None was started; those of a plan for other machines, so that the script learns where they would run."""
+        nodes = () if self._in_process else self._ending.elsewhere.nodes
+        devices = zip(self.compute_devices, nodes, strict=False)  # further strategies may have other numbers
+        return [messages.Worker(rank, 1, 0, device, node) for rank, (device, node) in enumerate(devices)]
 
     def listens_at(self) -> str:
-        """Nowhere."""
-        return ""
+        """Where it would."""
+        return self._ending.elsewhere.listen
 
     def processes(self) -> list[tuple[str, int, str, str]]:
         """None was started."""

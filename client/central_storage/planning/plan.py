@@ -47,6 +47,8 @@ class Plan:
     on_gpu: int
     #: Whether a step decides which optimizer updates which variable, and that changes the bytes.
     is_upper_bound: bool
+    #: The parameters that are no table: a worker on another machine has a copy of them.
+    mirrored: int
 
     @property
     def replicas(self) -> int:
@@ -173,6 +175,7 @@ def planned(
         layout.nbytes("sparse parameters", "sparse slots"),
         on_gpu,
         is_upper_bound,
+        layout.nbytes("parameters"),
     )
 
 

@@ -36,7 +36,11 @@ class Host:
         """
         import ray
 
-        where = {"address": ray.util.get_node_ip_address(), "auth_mode": os.environ.get("RAY_AUTH_MODE", "")}
+        where = {
+            "address": ray.util.get_node_ip_address(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "auth_mode": os.environ.get("RAY_AUTH_MODE", ""),
+        }
         try:
             from central_storage.launch.packages import python_path
             from central_storage.launch.parent_death import end_with_parent

@@ -52,13 +52,14 @@ _FAILURES = (ray.exceptions.RayError, RuntimeError, ValueError)
 
 @frozen
 class _Seat:
-    """A worker's place: the actor there, the public key that it has made, and its node's address."""
+    """A worker's place: the actor there, the public key that it has made, and its node's address and name."""
 
     worker: int
     actor: Any
     key: str
     address: str
     auth_mode: str
+    node: str
 
 
 @frozen
@@ -116,9 +117,9 @@ class _Placing:
                 return
             seats = await placing
             self._check_token(seats)
-            nodes = [seat.address for seat in seats]
+            nodes, ids = [seat.address for seat in seats], [seat.node for seat in seats]
             alive = sum(node["Alive"] for node in ray.nodes())
-            self._tell(address=self._address, nodes=nodes, version=ray.__version__, cluster_nodes=alive)
+            self._tell(address=self._address, nodes=nodes, ids=ids, version=ray.__version__, cluster_nodes=alive)
             if line := await heard:
                 endpoint = str(json.loads(line)["endpoint"])
                 await self._until_gone(reader, [self._keep(seat, endpoint) for seat in seats])
@@ -202,7 +203,7 @@ class _Placing:
         except BaseException:  # also a call that is cancelled: the actor would keep its place
             _end(actor)
             raise
-        return _Seat(worker, actor, said["key"], said["address"], said["auth_mode"])
+        return _Seat(worker, actor, said["key"], said["address"], said["auth_mode"], said["node"])
 
     def _check_token(self, seats: list[_Seat]) -> None:
         """Raise LaunchError if others on a network may run code on the cluster."""

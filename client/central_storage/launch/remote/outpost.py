@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from central_storage.cluster import items
 from central_storage.cluster.link import Link
@@ -26,6 +27,9 @@ from .launcher import WorkerLauncher
 from .node import Node, wake
 
 __all__ = ["hold"]
+
+# Seconds after which somebody who waits for the gateway hears what for.
+_SAY_AFTER = 4.0
 
 
 def hold(
@@ -78,7 +82,16 @@ class _Outpost(WorkerLauncher):
         """Ask the gateway for a worker."""
         self._link = Link.connect(self._endpoint, self._keys, self._start_timeout)
         self._loop.on_readable(self._link.fileno(), wake)
+        self._loop.call_later(_SAY_AFTER, partial(self._say_if_unanswered, self._link))
         self._put(items.JOIN, encode(Join(PROTOCOL, os.getpid())))
+
+    def _say_if_unanswered(self, link: Link) -> None:
+        """Say what is waited for, if that may be in vain."""
+        if link is self._link and not link.is_open and not self._told:
+            left = max(0.0, self._start_timeout - _SAY_AFTER)
+            self._say(
+                f"no gateway answers at {self._endpoint} yet, and is waited for {left:g} s: {link.why_not_open()}"
+            )
 
     def _put(self, kind: bytes, parts: Sequence[Buffer]) -> None:
         if self._link is not None:
