@@ -694,16 +694,17 @@ def test_something_else_listens_there(keys: Path) -> None:
         assert said in ended.err
 
 
-def test_two_services_at_one_address(stack: ExitStack, keys: Path, program: Path, tmp_path: Path) -> None:
+def test_two_services_at_one_address(stack: ExitStack, keys: Path, program: Path) -> None:
     machines = Machines(stack, keys, program, "dense", "1")
-    options = ("--serve", "2", "--keys", keys / "service", "--run-dir", tmp_path / "run")
+    run_directory = Path(machines.places[0], "second")
+    options = ("--serve", "2", "--keys", keys / "service", "--run-dir", run_directory)
     second = run("cs-launch", "--listen", machines.address, *options, program, "dense", "1")
     said = f"cs-launch: error: --listen {machines.address}: "
     assert (second.code, said in second.err, "in use" in second.err) == (3, True, True), str(second)
-    assert not (tmp_path / "run").exists()
-    ends_well_with = [joined(machines.outpost(number), number) for number in range(2)]
+    assert not run_directory.exists()
+    outposts = machines.both()
     machines.head.wait(unit(60)).ok()
-    assert [outpost.wait().code for outpost in ends_well_with] == [0, 0]
+    assert [outpost.wait().code for outpost in outposts] == [0, 0]
 
 
 SHIFTED = """

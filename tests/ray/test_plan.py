@@ -43,7 +43,7 @@ def test_a_plan_asks_ray_for_the_places_and_gives_them_back(cluster: Running, sc
     assert re.fullmatch(r"Ray [\d.]+ with 3 nodes: 6 workers on 127.0.0.1", ended.lines[1])
     assert sum(line.startswith("127.0.0.1  ") and "2 workers" in line for line in ended.lines) == 3
     assert "1 Gbit/s *" in ended.out
-    assert "result" not in ended.err + ended.out
+    assert "result 5" not in ended.err + ended.out
     assert "'worker': ['127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1']" in ended.err
 
 
