@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cs_proto.codec import decode, encode
-from cs_proto.errors import MemoryPlanError, replica_exception_class
-from cs_proto.failures import TEXT_LENGTH, error_of
-from cs_proto.messages import Error
+from cs_proto.errors import LocalProtocolError, MemoryPlanError, replica_exception_class
+from cs_proto.failures import TEXT_LENGTH, error_of, pid_of
+from cs_proto.messages import Died, Error, Join, Worker
 
 
 class _OfAUser(LookupError):
@@ -60,3 +60,17 @@ def test_long_text_is_cut_the_traceback_from_its_beginning() -> None:
     assert error.message.startswith("m" * 10)
     assert error.traceback.endswith("the end")
     assert decode(encode(error)) == error
+
+
+@pytest.mark.parametrize("node", ["10.0.0.7", "fd00::7%eth0", "node-7.example", ""])
+def test_a_process_is_named_with_its_machine(node: str) -> None:
+    worker, died = Worker(3, 1, 91, "cpu:3", node), Died("worker", 3, 1, 91, "SIGKILL", "", node=node)
+    assert pid_of(worker) == pid_of(died) == (f"pid 91 on {node}" if node else "pid 91")
+    assert decode(encode(worker)) == worker
+
+
+@pytest.mark.parametrize("node", ["a b", "\x1b[2J", "10.0.0.7\n", "x" * 256])
+def test_what_is_no_machine(node: str) -> None:
+    for build in (lambda: Worker(3, 1, 91, "cpu:3", node), lambda: Join(1, 91, node=node)):
+        with pytest.raises(LocalProtocolError, match="is no node"):
+            build()
