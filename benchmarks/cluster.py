@@ -232,7 +232,7 @@ def verdicts(rows: list[report.Row]) -> list[dict[str, object]]:
 def asked_of(way: Way, number: int, quick: bool) -> list[str]:
     """``WORK=STEPS`` for each work of a way in a round."""
     works = [work for work in way.works if (work in _QUICK if quick else number == 0 or work not in _ONCE)]
-    return [f"{work}={2 if quick else way.steps(work)}" for work in works]
+    return [f"{work}={2 if quick or work in KILLED else way.steps(work)}" for work in works]
 
 
 def main() -> int:
