@@ -1,11 +1,12 @@
-"""How long a training stands still when a node of its Ray cluster is killed; two lines of JSON, as a peer prints.
+"""How long a training stands still when a node of its Ray cluster is killed; lines of JSON, as a peer prints.
 
     python killed_node.py          # the nodes are pretend ones, on loopback; needs central-storage[ray]
 
 A training with a worker on each of two nodes takes short steps. One node is killed while the other one has room for
-its worker: ``killed-node/room`` is the time from the kill to the end of the next step, in which Ray has to notice that
-the node is gone. Then the other node, too, is killed, and Ray has no place until a new node joins:
-``killed-node/joins`` is the time from then to the end of the next step.
+its worker. ``killed-node/noticed`` is the time until Ray says that the node is dead; until then it has no other place
+for the worker. ``killed-node/room`` is the time from then to the end of the next step. Then the other node, too, is
+killed, and a new one joins: ``killed-node/joins`` is the time from when Ray has noticed both to the end of the next
+step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-STEPS_BEFORE = 50  # which warm up
+WORKED = 11.0  # seconds that workers have worked before a kill, as those of real trainings have
 _HALT = 0.5  # seconds: a step that lasts so long had a kill in it
 
 
@@ -48,7 +50,6 @@ class Watch:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self._last = time.monotonic()
 
     def next(self) -> float:
         """When the next step ended, on the clock of ``time.monotonic``. Raises RuntimeError if the training ends."""
@@ -57,6 +58,12 @@ class Watch:
         if not line:
             raise RuntimeError(f"the training has ended with status {self._process.wait()}")
         return float(line)
+
+    def until(self, seconds: float) -> None:
+        """Read steps until so many seconds have passed since the first of them."""
+        first = self.next()
+        while self.next() < first + seconds:
+            pass
 
     def after_halt(self, since: float) -> float:
         """The end of the step in which the training stood still, the first that began after ``since`` or held it."""
@@ -89,21 +96,35 @@ def measure() -> None:
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             try:
                 watch = Watch(process)
-                for _ in range(STEPS_BEFORE):
-                    watch.next()
+                watch.until(WORKED)
                 killed = time.monotonic()
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
-                _say("room", watch.after_halt(killed) - killed)
-                for _ in range(STEPS_BEFORE):
-                    watch.next()
+                node_id = _kill(cluster, nodes.pop())
+                dead = _until_dead(cluster, node_id)
+                _say("noticed", dead - killed)
+                _say("room", watch.after_halt(killed) - dead)
+                watch.until(WORKED)
                 killed = time.monotonic()
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
+                node_id = _kill(cluster, nodes.pop())
                 cluster.add_node(**node)
-                joined = time.monotonic()
-                _say("joins", watch.after_halt(killed) - joined)
+                dead = _until_dead(cluster, node_id)
+                _say("joins", watch.after_halt(killed) - dead)
             finally:
                 process.terminate()
         cluster.shutdown()
+
+
+def _kill(cluster: Any, node: Any) -> str:
+    """Kill the processes of a node; its number at Ray."""
+    node_id: str = node.node_id
+    cluster.remove_node(node, allow_graceful=False)
+    return node_id
+
+
+def _until_dead(cluster: Any, node_id: str) -> float:
+    """Wait until Ray knows that a node is dead; the time then, on the clock of ``time.monotonic``."""
+    while any(node["Alive"] for node in cluster.global_state.node_table() if node["NodeID"] == node_id):
+        time.sleep(0.02)
+    return time.monotonic()
 
 
 def _say(what: str, seconds: float) -> None:

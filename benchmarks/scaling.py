@@ -44,7 +44,7 @@ NBYTES_ONE_THREAD = 1_000_000  # up to here a second thread costs more than it b
 #: Steps of so many replicas may take so many times the limit on two cores; this was measured when the goal was set.
 MOST_REPLICAS = {4: 9.6 / 5.7, 8: 12.9 / 8.4}
 MOST_VARIABLES = {1_000: 1.3}  # of the time of a step with one
-COLOURS = ("#c0504d", "#4f81bd", "#8a8a8a", "#7a5195", "#2f7d4f", "#d98a1f", "#222222")
+COLOURS = ("#c0504d", "#4f81bd", "#8a8a8a", "#7a5195", "#2f7d4f", "#d98a1f", "#222222", "#17becf")
 GIVEN = {"learning_rate": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
 

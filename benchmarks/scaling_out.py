@@ -142,8 +142,8 @@ TITLES = {
     "embedding-1e5": "1 MB of rows of 1e5",
     "embedding": "1 MB of rows of 1e6",
     "embedding-1e7": "1 MB of rows of 1e7",
-    "killed-node/room": "a killed node, with room on another one",
-    "killed-node/joins": "a killed node, from when a new one has joined",
+    "killed-node/room": "a killed node, room on another one",
+    "killed-node/joins": "a killed node, a new one joins",
     "rows": "1 MB of rows",
 }
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -33,7 +33,11 @@ def proxied(address: str) -> Iterator[tuple[str, Callable[[], None], Callable[[b
         with suppress(OSError):
             while True:
                 near = listener.accept()[0]
-                far = socket.create_connection((host, int(port)))
+                try:
+                    far = socket.create_connection((host, int(port)))
+                except OSError:  # nobody listens there at the moment
+                    near.close()
+                    continue
                 links.extend((near, far))
                 for pair in ((near, far), (far, near)):
                     threads.append(threading.Thread(target=pump, args=pair))

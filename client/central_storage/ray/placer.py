@@ -227,7 +227,7 @@ class _Placing:
             pause = restarts.next(str(worker), has_worked=has_worked) or 0.0
             await asyncio.sleep(max(pause, _END_PAUSE) if is_told else pause)
             self._say(f"worker-{worker} on {seat.address} {why}; it is placed again")
-            seat = await self._open_again(worker, actor, restarts)
+            seat = await self._open_again(worker, actor)
 
     async def _work(self, seat: _Seat, endpoint: str) -> tuple[Any, str, bool]:
         """Run a worker until its launcher or its node has ended. Returns the actor if it lives, the reason, and whether
@@ -244,7 +244,10 @@ class _Placing:
             return None, f"is gone: {_lines(error, 1)}", False
         return seat.actor, f"ended by exit code {code}{last and f': {last.rpartition(chr(10))[2]}'}", code == 0
 
-    async def _open_again(self, worker: int, actor: Any, restarts: Restarts) -> _Seat:
+    async def _open_again(self, worker: int, actor: Any) -> _Seat:
+        """Place a worker again. If its node has died, the first actor waits there until Ray has noticed that, and
+        fails."""
+        restarts = Restarts(sys.maxsize)
         while True:
             try:
                 return await self._open(worker, actor)
