@@ -242,7 +242,8 @@ def main() -> int:
     figures: dict[tuple[str, str], list[float]] = {(work, way.name): [] for way in WAYS for work in way.works}
     failures: list[str] = []
     took: dict[str, float] = {}
-    machine, begun = report.machine(), time.monotonic()
+    machine = {what: report.machine()[what] for what in ("cpus", "memory_nbytes", "versions")}
+    begun = time.monotonic()
     rows: list[report.Row] = []
     for number in range(1 if options.quick else options.rounds):
         for way in ways:

@@ -87,7 +87,7 @@ def fast(seconds: Seconds) -> str:
 
 def goals(results: dict[str, Any]) -> str:
     """Each goal beside what was reached."""
-    lines = _head("goal", "wanted", "reached", "")
+    lines = _head("goal", "wanted", "reached", "so it is")
     for goal in results["goals"]:
         sides = (goal["other"], goal["ours"]) if goal["sign"] == ">=" else (goal["ours"], goal["other"])
         word = {None: "not measured", True: "met", False: "missed"}[goal["is_met"]]
@@ -116,13 +116,32 @@ def many(seconds: Seconds) -> str:
 
 
 def crossover(seconds: Seconds) -> str:
-    """From how many nodes on a ring takes less time for a dense step."""
-    lines = _head("dense variables", *(f"{gbit} Gbit/s" for gbit in GBITS))
-    for nbytes in (1e4, 1e5, 1e6, 16e6, 100e6):
-        found = [cost.ring_is_better_from(nbytes, gbit * 1e9) for gbit in GBITS]
-        title = f"{nbytes / MB:g} MB"
-        lines.append(_row(title, *("never" if nodes is None else f"{nodes} nodes" for nodes in found)))
+    """How many times as long as a ring a dense step takes."""
+    lines = _head("dense variables", *(f"{gbit} Gbit/s, {nodes} nodes" for gbit in GBITS for nodes in (2, 16)))
+    for nbytes in (0.1 * MB, 1 * MB, 16 * MB, 100 * MB):
+        found = [
+            cost.dense(nodes, nbytes, cost.sealed_rate(gbit * 1e9)).total
+            / cost.ring(nodes, 1, nbytes, cost.plain_rate(gbit * 1e9)).total
+            for gbit in GBITS
+            for nodes in (2, 16)
+        ]
+        lines.append(_row(f"{nbytes / MB:g} MB", *(f"{ratio:.1f}" for ratio in found)))
     return "\n".join(lines)
+
+
+def tables(seconds: Seconds) -> str:
+    """Up to how many workers 1 MB of rows each take less time than a ring over the gradient of the whole table."""
+    lines = _head("a table of", *(f"{gbit} Gbit/s" for gbit in GBITS))
+    for nbytes in (25.6 * MB, 256 * MB, 2560 * MB):
+        found = [_most_workers(nbytes, gbit) for gbit in GBITS]
+        lines.append(_row(f"{nbytes / MB:g} MB", *(f"{count:,} workers" for count in found)))
+    return "\n".join(lines)
+
+
+def _most_workers(nbytes: float, gbit: float) -> int:
+    sealed, plain = cost.sealed_rate(gbit * 1e9), cost.plain_rate(gbit * 1e9)
+    faster = (n for n in range(2, 10_000) if cost.rows(n, MB, sealed).total < cost.ring(n, 1, nbytes, plain).total)
+    return max(faster, default=0)
 
 
 def feeds(seconds: Seconds) -> str:
@@ -153,6 +172,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "goals": goals,
     "many": lambda results: many(seconds_of(results)),
     "crossover": lambda results: crossover(seconds_of(results)),
+    "tables": lambda results: tables(seconds_of(results)),
     "feeds": lambda results: feeds(seconds_of(results)),
 }
 
