@@ -461,13 +461,15 @@ def _places(
     path: str, entries: Mapping[str, Any], complex_: Mapping[str, str], begin: int, end: int
 ) -> dict[str, _Place]:
     """The places of the arrays, which fill the file from ``begin`` to ``end``."""
-    kinds: dict[str, _Kind] = {}
+    kinds: dict[tuple[str, str, str | None], _Kind] = {}
     places = {key: _place(path, key, entry, complex_.get(key), begin, kinds) for key, entry in entries.items()}
     at = begin
-    for (offset, nbytes, _, _), key in sorted(zip(places.values(), places, strict=True)):
-        if offset != at:
-            raise _damaged(path, f"{key} begins at byte {offset - begin} of the arrays, but must begin at {at - begin}")
-        at += nbytes
+    for place in sorted(places.values()):
+        if place.offset != at:
+            key = next(key for key in places if places[key] is place)
+            begins = f"{key} begins at byte {place.offset - begin} of the arrays"
+            raise _damaged(path, f"{begins}, but must begin at {at - begin}")
+        at += place.nbytes
     if at != end:
         raise _damaged(path, f"its arrays take {at - begin} bytes, but the file has {end - begin} for them")
     return places
@@ -503,27 +505,35 @@ class _Kind(NamedTuple):
     nbytes: int
 
 
-def _place(path: str, key: str, entry: Any, complex_: str | None, begin: int, kinds: dict[str, _Kind]) -> _Place:
+def _place(
+    path: str,
+    key: str,
+    entry: Any,
+    complex_: str | None,
+    begin: int,
+    kinds: dict[tuple[str, str, str | None], _Kind],
+) -> _Place:
     """The place of an array according to ``entry`` of the header, which counts from ``begin``. ``kinds`` keeps what has
     been checked."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    text = f"{dtype!r}{shape!r}{complex_!r}"
-    kind = kinds.get(text) or _kind(path, key, dtype, shape, complex_)
-    kinds[text] = kind
-    if not (isinstance(offsets, list) and len(offsets) == 2 and type(offsets[0]) is type(offsets[1]) is int):
+    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
         raise _damaged(path, _NO_PLACE.format(key))
+    known = dtype, str(shape), complex_  # the text tells 1 from true
+    kind = kinds.get(known)
+    if kind is None:
+        kind = kinds[known] = _kind(path, key, dtype, shape, complex_)
     first, last = offsets
-    if not 0 <= first <= last:
+    if not (type(first) is type(last) is int and 0 <= first <= last):
         raise _damaged(path, _NO_PLACE.format(key))
     if kind.nbytes >= 0 and last - first != kind.nbytes:
         raise _damaged(path, f"{key} has {last - first} bytes, which does not match {_NAMES[dtype]}{shape}")
     return _Place(begin + first, last - first, kind.dtype, kind.shape)
 
 
-def _kind(path: str, key: str, dtype: Any, shape: Any, complex_: str | None) -> _Kind:
+def _kind(path: str, key: str, dtype: str, shape: list[Any], complex_: str | None) -> _Kind:
     """The dtype and shape of an array according to the header, and to the index if it is ``complex_``."""
-    if not (isinstance(dtype, str) and isinstance(shape, list) and all(map(_is_count, shape))):
+    if not all(map(_is_count, shape)):
         raise _damaged(path, _NO_PLACE.format(key))
     name = _NAMES.get(dtype, dtype)
     nbytes = math.prod(shape) * np.dtype(name).itemsize if dtype in _NAMES else -1
@@ -536,8 +546,8 @@ def _kind(path: str, key: str, dtype: Any, shape: Any, complex_: str | None) -> 
 
 def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
     """Check that the index names the arrays of the file."""
-    named = {*index["complex"], *index["also"].values(), *index.get("checksums", ())}
-    if more := named - places.keys():
-        raise _damaged(path, f"its index names {min(more)}, but it does not hold that array")
-    if "checksums" in index and (less := places.keys() - index["checksums"].keys()):
+    for named in (index["complex"], index["also"].values(), index.get("checksums", ())):
+        if more := [key for key in named if key not in places]:
+            raise _damaged(path, f"its index names {min(more)}, but it does not hold that array")
+    if less := [key for key in places if key not in index.get("checksums", places)]:
         raise _damaged(path, f"its index has no checksum for {min(less)}")

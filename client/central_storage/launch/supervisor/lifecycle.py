@@ -144,8 +144,7 @@ class Service:
         self._standbys = Standbys()
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
         self._reporter = Reporter(self._transport, self._memory)
-        #: For each role and rank, the newest process that ended unexpectedly.
-        self.last_deaths = self._reporter.last_deaths
+        self.last_deaths = self._reporter.last_deaths  # also of those whose successors are ready
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting, self._reporter.note)
         self._introductions = Introductions(self._reception)
         sink.on_room = self._children.listen
