@@ -87,7 +87,7 @@ def fast(seconds: Seconds) -> str:
 
 def goals(results: dict[str, Any]) -> str:
     """Each goal beside what was reached."""
-    lines = _head("goal", "wanted", "reached", "so it is")
+    lines = _head("goal", "wanted", "reached", "result")
     for goal in results["goals"]:
         sides = (goal["other"], goal["ours"]) if goal["sign"] == ">=" else (goal["ours"], goal["other"])
         word = {None: "not measured", True: "met", False: "missed"}[goal["is_met"]]
@@ -198,9 +198,7 @@ def drawing(results: dict[str, Any]) -> str:
             "formula of this service": [modelled(ROWS, n, 1).total for n in WORKERS],
             "all-gather": [cost.all_gather(n, 1, nbytes, plain).total for n in WORKERS],
             "all-to-all": [cost.all_to_all(n, 1, nbytes, plain).total for n in WORKERS],
-            "ring over the gradient of a whole table of 1e6 rows": [
-                cost.ring(n, 1, 256 * MB, plain).total for n in WORKERS
-            ],
+            "ring over a whole table of 256 MB": [cost.ring(n, 1, 256 * MB, plain).total for n in WORKERS],
         },
         _points(seconds, ROWS),
     )
