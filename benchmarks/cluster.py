@@ -1,14 +1,18 @@
-"""What workers on other machines cost: one step on one machine, over the relay, in DDP, and in Ray.
+"""What workers on other machines cost: one step on one machine, over the relay, and in other systems.
 
-    .venv/bin/python benchmarks/cluster.py        # as root, with iproute2: it makes two network namespaces
+    .venv/bin/python benchmarks/cluster.py            # as root, with iproute2: it makes two network namespaces
+    .venv/bin/python benchmarks/cluster.py --quick    # small works, few steps: whether everybody runs
 
-The namespaces stand for two machines: ``head`` has the script and the server, ``node`` the two workers. All programs
-run on the processors of this one machine, so the ratios matter and not the milliseconds. A link of 1 Gbit/s is a veth
-pair with a token bucket at both ends; the other link has no limit. Ray's parameter server runs on this machine alone,
-without encryption, so it pays for no network.
+The namespaces stand for two machines: ``head`` has the script and the server, ``node`` the workers. All programs run on
+the processors of this one machine, so the ratios matter and not the milliseconds. A link of 1 Gbit/s is a veth pair
+with a token bucket at both ends; the other link has no limit. Only the relay encrypts what travels. ``ray-ps`` without
+a rate runs on this machine alone, and pays for no network.
 
-The model of a step whose bytes decide: two gradients go up and two copies of the parameters come down, through the one
-network card of the node, so a step of V bytes takes 4 V / B at B bytes a second.
+The model of a step whose bytes decide: N gradients go up and N copies of the parameters come down, through the one
+network card of the head, so a step of V bytes takes 2 N V / B at B bytes a second. Rows of tables do the same.
+
+The figures are written to cluster.json, from which ``scaling_out.py`` makes the tables and the chart of
+docs/scaling-out.md.
 """
 
 from __future__ import annotations
@@ -16,104 +20,79 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import environments
 import report
-from works import REPLICAS
+from namespaces import HEAD_ADDRESS, HERE, LINK, NODE_ADDRESS, done, namespaces, started
 
-HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
-HEAD_ADDRESS, NODE_ADDRESS, PORT = "10.201.0.1", "10.201.0.2", 5600
+PORT = 5600
 GBIT = 1e9 / 8  # bytes a second
 DENSE = {"adam-1MB": 1_000_000, "adam-16MB": 16_000_000, "adam-100MB": 100_000_000}
 ROWS = ("embedding-1e5", "embedding", "embedding-1e7")
-#: The steps of each work, by whether the link is limited.
-STEPS = {"empty-run": 200, "adam-1MB": 60, "adam-16MB": 16, "adam-100MB": 5, **dict.fromkeys(ROWS, 30)}
-_START = 60.0  # seconds
+ROWS_NBYTES = 4096 * 64 * 4  # that a replica looks up in a step
+#: The steps of each work: fast, and where the link is limited.
+STEPS = {"empty-run": 200, "adam-1MB": 40, "adam-16MB": 16, "adam-100MB": 6, **dict.fromkeys(ROWS, 30)}
+SLOW_STEPS = {"empty-run": 200, "adam-1MB": 20, "adam-16MB": 6, "adam-100MB": 3, **dict.fromkeys(ROWS, 20)}
+#: How Ray's parameter server applies the rule: whichever of its two ways is faster for the work.
+RAY_RULES = {**dict.fromkeys(STEPS, "numpy"), "adam-100MB": "torch"}
+KILLED = ("killed-node/noticed", "killed-node/room", "killed-node/joins")
+_START, _LONGEST = 60.0, 300.0  # seconds
+_ONCE = ("embedding-1e7",)  # is measured in the first round alone: making the table takes most of its time
+_QUICK = ("empty-run", "adam-1MB", "embedding-1e5", *KILLED)
+#: A program that ends when somebody listens at the address and port that it is given.
+_WAIT = """
+import socket, sys, time
+while True:
+    try:
+        socket.create_connection((sys.argv[1], int(sys.argv[2])), 1).close()
+        break
+    except OSError:
+        time.sleep(0.1)
+"""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Somebody who does the works: ``rate`` of the link in bytes a second, 0 for no limit."""
+    """Somebody who does the works, as ``run`` says. ``rate`` of the link is in bytes a second: 0 for no limit, None
+    for no link."""
 
     name: str
+    run: Callable[[Way, list[str]], dict[str, float]]
     works: tuple[str, ...]
-    rate: float = 0.0
+    rate: float | None = None
+    replicas: int = 2
 
-
-ONE_MACHINE = Way("one machine", tuple(STEPS))
-RELAY, SLOW_RELAY = Way("relay", tuple(STEPS)), Way("relay, 1 Gbit/s", tuple(STEPS), GBIT)
-DDP, SLOW_DDP = Way("ddp-gloo", tuple(DENSE)), Way("ddp-gloo, 1 Gbit/s", tuple(DENSE), GBIT)
-RAY = Way("ray-ps", ("adam-1MB", "adam-16MB", "adam-100MB", *ROWS[:2]))
-WAYS = (ONE_MACHINE, RELAY, SLOW_RELAY, DDP, SLOW_DDP, RAY)
-MODEL, MORE = "4 V / B", "one machine + 1 ms"
-GOALS = [
-    report.Goal("adam-1MB", ">=", 2.0, RAY.name, ours=RELAY.name),
-    report.Goal("adam-100MB", ">=", 1.0, RAY.name, ours=RELAY.name),
-    report.Goal("adam-16MB", "<=", 1.15, MODEL, ours=SLOW_RELAY.name),
-    report.Goal("adam-100MB", "<=", 1.15, MODEL, ours=SLOW_RELAY.name),
-    report.Goal("empty-run", "<=", 1.0, MORE, ours=RELAY.name),
-]
-FLAT = report.Goal("rows", "<=", 1.2, "embedding-1e5", ours="embedding-1e7")
+    def steps(self, work: str) -> int:
+        """How many are measured at a time; of many replicas fewer, since each adds to the bytes."""
+        return max(2, (SLOW_STEPS if self.rate else STEPS)[work] * 2 // max(2, self.replicas))
 
 
 @contextmanager
-def namespaces(rate: float) -> Iterator[tuple[list[str], list[str]]]:
-    """Two machines that are joined by a link; the beginnings of commands that run on the head and on the node."""
-    mark = secrets.token_hex(3)
-    head, node = f"cs-{mark}-head", f"cs-{mark}-node"
-    with ExitStack() as ends:
-        for name in (head, node):
-            _ip("netns", "add", name)
-            ends.callback(_ip, "netns", "del", name)
-        links = (("vh" + mark, head, HEAD_ADDRESS), ("vn" + mark, node, NODE_ADDRESS))
-        _ip("link", "add", links[0][0], "netns", head, "type", "veth", "peer", "name", links[1][0], "netns", node)
-        for link, name, address in links:
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            for each in ("lo", link):
-                _ip("-n", name, "link", "set", each, "up")
-            if rate:
-                bucket = ["rate", f"{rate * 8:.0f}bit", "burst", "256kb", "latency", "100ms"]
-                _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", "tbf", *bucket)
-        yield ["ip", "netns", "exec", head], ["ip", "netns", "exec", node]
-
-
-@contextmanager
-def started(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is told to end afterwards."""
-    process = subprocess.Popen(command, env=os.environ | environment, cwd=HERE)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@contextmanager
-def service(head: list[str], node: list[str]) -> Iterator[str]:
+def service(head: list[str], node: list[str], replicas: int) -> Iterator[str]:
     """A service whose workers run on the node; its address."""
     with tempfile.TemporaryDirectory() as place, ExitStack() as ends:
         keys, run = Path(place, "keys"), Path(place, "run")
-        for replica in range(REPLICAS):
-            _run(str(BIN / "cs-launch"), "keys", str(keys), "--worker", str(replica))
+        for replica in range(replicas):
+            done(str(BIN / "cs-launch"), "keys", str(keys), "--worker", str(replica))
         endpoint = f"tcp://{HEAD_ADDRESS}:{PORT}"
-        serve = ["--serve", str(REPLICAS), "--listen", endpoint, "--keys", str(keys), "--run-dir", str(run)]
+        serve = ["--serve", str(replicas), "--listen", endpoint, "--keys", str(keys), "--run-dir", str(run)]
         ends.enter_context(started(*head, str(BIN / "cs-launch"), *serve))
         deadline = time.monotonic() + _START
         while not (run / "supervisor").exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the service was not up within {_START:.0f} s")
             time.sleep(0.05)
-        for replica in range(REPLICAS):
+        for replica in range(replicas):
             own = Path(place, f"node{replica}")
             own.mkdir(mode=0o700)
             for file in ("service.key", f"worker-{replica}.key", f"worker-{replica}.key_secret"):
@@ -123,65 +102,193 @@ def service(head: list[str], node: list[str]) -> Iterator[str]:
         yield str(run)
 
 
-def measured(way: Way) -> dict[str, float]:
-    """Seconds of a step of each work."""
-    asked = [f"{work}={STEPS[work]}" for work in way.works]
-    if way is RAY:
-        return _results(
-            environments.python_of("torch"), "-m", "peers.ray_ps", *(a.replace("=", "/numpy=") for a in asked)
-        )
-    if way is ONE_MACHINE:
-        return _results(sys.executable, "-m", "peers.central_storage_itself", *asked)
+def by_one_machine(way: Way, asked: list[str]) -> dict[str, float]:
+    """This service, as on one machine."""
+    return _results(sys.executable, "-m", "peers.central_storage_itself", *asked)
+
+
+def by_relay(way: Way, asked: list[str]) -> dict[str, float]:
+    """This service, with workers on the node."""
+    found = {}
+    assert way.rate is not None
+    with namespaces(way.rate) as (head, node), service(head, node, way.replicas) as address:
+        command = [*head, sys.executable, "-m", "peers.central_storage_itself"]
+        own = {"CS_ADDRESS": address, "BENCHMARK_REPLICAS": str(way.replicas)}
+        for each in asked:  # only the first strategy of a script uses the service
+            found |= _results(*command, each, **own)
+    return found
+
+
+def by_ddp(way: Way, asked: list[str]) -> dict[str, float]:
+    """One process on the head and one on the node."""
+    environments.make("torch")
+    assert way.rate is not None
     with namespaces(way.rate) as (head, node):
-        if way in (RELAY, SLOW_RELAY):
-            command = [*head, sys.executable, "-m", "peers.central_storage_itself"]
-            found = {}
-            with service(head, node) as address:
-                for each in asked:  # only the first strategy of a script uses the service
-                    found |= _results(*command, each, CS_ADDRESS=address)
-            return found
-        shared = {"MASTER_ADDR": HEAD_ADDRESS, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(REPLICAS)}
+        shared = {"MASTER_ADDR": HEAD_ADDRESS, "MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": LINK}
         command = [environments.python_of("torch"), "-m", "peers.ddp_gloo", *asked]
         with started(*node, *command, **shared, RANK="1") as other:
             found = _results(*head, *command, **shared, RANK="0")
             other.wait(_START)
-        return found
+    return found
+
+
+def by_ray(way: Way, asked: list[str]) -> dict[str, float]:
+    """A parameter server in an actor on the head, and a worker in each of two actors on the node."""
+    environments.make("torch")
+    python = environments.python_of("torch")
+    by_rule = [f"{work}/{RAY_RULES[work]}={steps}" for work, _, steps in (each.partition("=") for each in asked)]
+    command = [python, "-m", "peers.ray_ps", *by_rule]
+    if way.rate is None:
+        return _results(*command)
+    own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # nobody else reaches these namespaces
+    ray = [python, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4", "--object-store-memory=3000000000"]
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as place,
+        namespaces(way.rate) as (head, node),
+        ExitStack() as ends,
+    ):
+        of_head = [f"--node-ip-address={HEAD_ADDRESS}", f"--port={PORT}", "--include-dashboard=false"]
+        ends.enter_context(started(*head, *ray, "--head", *of_head, f"--temp-dir={place}", **own))
+        _until_listening(head)
+        of_node = [f"--node-ip-address={NODE_ADDRESS}", f"--address={HEAD_ADDRESS}:{PORT}"]
+        ends.enter_context(started(*node, *ray, *of_node, **own))
+        return _results(*head, *command, RAY_PS_NODES=f"{HEAD_ADDRESS}:{PORT} {NODE_ADDRESS}", **own)
+
+
+def by_tensorflow(way: Way, asked: list[str]) -> dict[str, float]:
+    """TensorFlow's coordinator and parameter server on the head, and two workers on the node."""
+    environments.make("tensorflow")
+    assert way.rate is not None
+    tasks = {
+        "chief": [f"{HEAD_ADDRESS}:{PORT}"],
+        "ps": [f"{HEAD_ADDRESS}:{PORT + 1}"],
+        "worker": [f"{NODE_ADDRESS}:{PORT + 2 + replica}" for replica in range(way.replicas)],
+    }
+    own = {"TF_TASKS": json.dumps(tasks), "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+    command = [environments.python_of("tensorflow"), "-m", "peers.tf_parameter_server"]
+    with namespaces(way.rate) as (head, node), ExitStack() as ends:
+        for machine, task in ((head, "ps/0"), *((node, f"worker/{replica}") for replica in range(way.replicas))):
+            ends.enter_context(started(*machine, *command, **own, TF_TASK=task))
+        return _results(*head, *command, *asked, **own)
+
+
+def by_killed_node(way: Way, asked: list[str]) -> dict[str, float]:
+    """The program that kills a node of Ray's, which measures all that it can."""
+    return _results(sys.executable, "killed_node.py")
+
+
+RELAY, SLOW_RELAY = (
+    Way("relay", by_relay, ("empty-run", *DENSE, *ROWS[:2]), 0.0),
+    Way("relay, 1 Gbit/s", by_relay, tuple(STEPS), GBIT),
+)
+ONE_MACHINE = Way("one machine", by_one_machine, tuple(STEPS))
+RAY = Way("ray-ps", by_ray, (*DENSE, *ROWS[:2]))
+#: The same with other numbers of workers: points on the line of the model.
+BY_WORKERS = tuple(
+    Way(f"relay, 1 Gbit/s, {n} workers", by_relay, ("adam-16MB", "embedding-1e5"), GBIT, n) for n in (1, 4, 8)
+)
+WAYS = (
+    ONE_MACHINE,
+    RELAY,
+    SLOW_RELAY,
+    *BY_WORKERS,
+    Way("ddp-gloo", by_ddp, tuple(DENSE), 0.0),
+    Way("ddp-gloo, 1 Gbit/s", by_ddp, (*DENSE, *ROWS[:2]), GBIT),
+    RAY,
+    Way("ray-ps, 1 Gbit/s", by_ray, (*DENSE, *ROWS[:2]), GBIT),
+    Way("tf-ps", by_tensorflow, tuple(DENSE), 0.0),
+    Way("tf-ps, 1 Gbit/s", by_tensorflow, (*DENSE, *ROWS[:2]), GBIT),
+    Way("a killed node", by_killed_node, KILLED),
+)
+MODEL, MORE, LIMIT = "2 N V / B", "one machine + 1 ms", "5 s"
+GOALS = [
+    report.Goal("adam-1MB", ">=", 2.0, RAY.name, ours=RELAY.name),
+    report.Goal("adam-100MB", ">=", 1.0, RAY.name, ours=RELAY.name),
+    report.Goal("adam-1MB", "<=", 1.15, MODEL, ours=SLOW_RELAY.name),
+    report.Goal("adam-16MB", "<=", 1.15, MODEL, ours=SLOW_RELAY.name),
+    report.Goal("adam-100MB", "<=", 1.15, MODEL, ours=SLOW_RELAY.name),
+    report.Goal("empty-run", "<=", 1.0, MORE, ours=RELAY.name),
+    *(report.Goal(work, "<=", 1.0, LIMIT, ours="a killed node") for work in KILLED[1:]),
+]
+FLAT = report.Goal("rows", "<=", 1.2, "embedding-1e5", ours="embedding-1e7")
 
 
 def verdicts(rows: list[report.Row]) -> list[dict[str, object]]:
     """The goals beside what was reached."""
     seconds = {(row.work, row.peer): row.seconds for row in rows}
     for work, nbytes in DENSE.items():
-        seconds[work, MODEL] = 4 * nbytes / GBIT
+        seconds[work, MODEL] = 2 * SLOW_RELAY.replicas * nbytes / GBIT
+    seconds |= {(work, LIMIT): 5.0 for work in KILLED}
     if ("empty-run", ONE_MACHINE.name) in seconds:
         seconds["empty-run", MORE] = seconds["empty-run", ONE_MACHINE.name] + 1e-3
     found = []
     for goal in GOALS:
         ours, others = seconds.get((goal.work, goal.ours)), seconds.get((goal.work, goal.other))
         found.append(goal.verdict(goal.ratio(ours, others) if ours and others else None))
-    tall, low = seconds.get((FLAT.ours, RELAY.name)), seconds.get((FLAT.other, RELAY.name))
+    tall, low = seconds.get((FLAT.ours, SLOW_RELAY.name)), seconds.get((FLAT.other, SLOW_RELAY.name))
     return [*found, FLAT.verdict(FLAT.ratio(tall, low) if tall and low else None)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
-    options = parser.parse_args()
+def asked_of(way: Way, number: int, quick: bool) -> list[str]:
+    """``WORK=STEPS`` for each work of a way in a round."""
+    works = [work for work in way.works if (work in _QUICK if quick else number == 0 or work not in _ONCE)]
+    return [f"{work}={2 if quick or work in KILLED else way.steps(work)}" for work in works]
+
+
+def main() -> int:
+    """Measure, print, and write; the exit code is 1 if somebody has failed."""
+    options = _parser().parse_args()
     ways = [way for way in WAYS if way.name in options.ways]
-    if any(way in ways for way in (DDP, SLOW_DDP, RAY)):
-        environments.make("torch")
-    figures: dict[tuple[str, str], list[float]] = {
-        (work, way.name): [] for work in STEPS for way in ways if work in way.works
-    }
-    for number in range(options.rounds):
+    figures: dict[tuple[str, str], list[float]] = {(work, way.name): [] for way in WAYS for work in way.works}
+    failures: list[str] = []
+    took: dict[str, float] = {}
+    machine = {what: report.machine()[what] for what in ("cpus", "memory_nbytes", "versions")}
+    begun = time.monotonic()
+    rows: list[report.Row] = []
+    for number in range(1 if options.quick else options.rounds):
         for way in ways:
-            print(f"round {number} of {options.rounds}: {way.name}", file=sys.stderr, flush=True)
-            for work, seconds in measured(way).items():
+            since = time.monotonic() - begun
+            if number and since + took[way.name] > options.minutes * 60:
+                continue
+            print(f"{since:.0f} s: round {number + 1}: {way.name}", file=sys.stderr, flush=True)
+            try:
+                found = way.run(way, asked_of(way, number, options.quick))
+            except (subprocess.SubprocessError, OSError) as error:
+                failures.append(f"{way.name} failed: {error}")
+                found = {}
+            for work, seconds in found.items():
                 figures[work, way.name].append(seconds)
-    rows = report.rows_of(figures)
+            took[way.name] = time.monotonic() - begun - since
+            rows = report.rows_of({key: seconds for key, seconds in figures.items() if seconds})
+            if not options.quick:
+                _write(options.results, ways, machine, rows, failures)
     print(_table(rows))
     print(report.goals_table(verdicts(rows)))
+    print(*failures, sep="\n", end="\n" * bool(failures))
+    return bool(failures)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=14, help="later rounds leave out what would end after them")
+    parser.add_argument("--quick", action="store_true", help="two steps of each small work, one round, nothing written")
+    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
+    parser.add_argument("--results", type=Path, default=HERE, help="the directory of cluster.json")
+    return parser
+
+
+def _write(
+    directory: Path, ways: list[Way], machine: dict[str, Any], rows: list[report.Row], failed: list[str]
+) -> None:
+    """What is known so far, so that a run that is interrupted leaves its figures; of other ways, what was known."""
+    path, names = directory / "cluster.json", {way.name for way in ways}
+    if path.exists():
+        known = json.loads(path.read_text())
+        rows = [*(report.Row(**row) for row in known["rows"] if row["peer"] not in names), *rows]
+        failed = [*(line for line in known["failures"] if line.partition(" failed: ")[0] not in names), *failed]
+    results = {"machine": machine, "rows": [asdict(row) for row in rows], "goals": verdicts(rows), "failures": failed}
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _table(rows: list[report.Row]) -> str:
@@ -195,19 +302,16 @@ def _table(rows: list[report.Row]) -> str:
 
 
 def _results(*command: str, **environment: str) -> dict[str, float]:
-    """What a peer prints: seconds of a step by work."""
-    said = subprocess.run(command, env=os.environ | environment, cwd=HERE, stdout=subprocess.PIPE, check=True).stdout
+    """What a peer prints: seconds of a step by work. Raises SubprocessError if it fails, or takes too long."""
+    asked = {"env": os.environ | environment, "cwd": HERE, "stdout": subprocess.PIPE, "timeout": _LONGEST}
+    said = subprocess.run(command, check=True, **asked).stdout
     results = [json.loads(line) for line in said.decode().splitlines() if line.startswith("{")]
-    return {result["work"].partition("/")[0]: result["seconds"] for result in results}
+    return {result["work"].removesuffix("/numpy").removesuffix("/torch"): result["seconds"] for result in results}
 
 
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+def _until_listening(machine: list[str]) -> None:
+    subprocess.run([*machine, sys.executable, "-c", _WAIT, HEAD_ADDRESS, str(PORT)], check=True, timeout=_START)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

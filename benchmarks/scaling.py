@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -44,17 +44,19 @@ NBYTES_ONE_THREAD = 1_000_000  # up to here a second thread costs more than it b
 #: Steps of so many replicas may take so many times the limit on two cores; this was measured when the goal was set.
 MOST_REPLICAS = {4: 9.6 / 5.7, 8: 12.9 / 8.4}
 MOST_VARIABLES = {1_000: 1.3}  # of the time of a step with one
+COLOURS = ("#c0504d", "#4f81bd", "#8a8a8a", "#7a5195", "#2f7d4f", "#d98a1f", "#222222", "#17becf")
 GIVEN = {"learning_rate": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, and the seconds of a step at each of ``xs``."""
+    """What grows, and the seconds of a step at each of ``xs``; ``points`` are single ones, as (x, seconds)."""
 
     title: str
     unit: str
     xs: tuple[int, ...]
     lines: dict[str, list[float]]
+    points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def stepping(stack: ExitStack, replicas: int, variables: int, nbytes: int) -> Callable[[int], None]:
@@ -210,40 +212,51 @@ def variable_goals(axis: Axis) -> list[dict[str, Any]]:
 def drawing(axes: list[Axis]) -> str:
     """The axes side by side, both scales logarithmic."""
     width, height, left, top, gap = 250, 220, 70, 40, 90
-    colours = ("#c0504d", "#4f81bd", "#8a8a8a")
-    parts = []
-    for number, axis in enumerate(axes):
-        x0 = left + number * (width + gap)
-        values = [value for line in axis.lines.values() for value in line]
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        first, last = math.log10(axis.xs[0]), math.log10(axis.xs[-1])
-
-        def place(x: float, y: float) -> tuple[float, float]:
-            across = (math.log10(x) - first) / (last - first)  # noqa: B023  (called in this turn of the loop only)
-            up = (math.log10(y) - low) / (high - low)  # noqa: B023
-            return x0 + width * across, top + height * (1 - up)  # noqa: B023
-
-        parts.append(f'<text x="{x0}" y="18" font-weight="bold">{escape(axis.title)}</text>')
-        for power in range(low, high + 1):
-            _, y = place(axis.xs[0], 10.0**power)
-            parts.append(f'<path d="M{x0} {y:.1f}h{width}" stroke="#ddd"/>')
-            parts.append(f'<text x="{x0 - 5}" y="{y + 4:.1f}" text-anchor="end">{report.shown(10.0**power)}</text>')
-        for x in axis.xs:
-            at, _ = place(x, 10.0**low)
-            parts.append(f'<text x="{at:.1f}" y="{top + height + 15}" text-anchor="middle">{short(x)}</text>')
-        parts.append(f'<text x="{x0 + width / 2}" y="{top + height + 30}" text-anchor="middle">{axis.unit}</text>')
-        for line, (name, seconds) in enumerate(axis.lines.items()):
-            points = [place(x, y) for x, y in zip(axis.xs, seconds, strict=True)]
-            path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-            parts.append(f'<path d="M{path}" fill="none" stroke="{colours[line]}" stroke-width="2"/>')
-            y = top + height + 48 + 15 * line
-            parts.append(f'<path d="M{x0} {y - 4}h18" stroke="{colours[line]}" stroke-width="2"/>')
-            parts.append(f'<text x="{x0 + 24}" y="{y}">{escape(name)}</text>')
-    size = f'width="{left + len(axes) * (width + gap)}" height="{top + height + 100}"'
+    names = max(len(axis.lines) + len(axis.points) for axis in axes)
+    parts = [_drawn(axis, left + number * (width + gap), top, width, height) for number, axis in enumerate(axes)]
+    size = f'width="{left + len(axes) * (width + gap)}" height="{top + height + 55 + 15 * names}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
         '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
+
+
+def _drawn(axis: Axis, x0: int, top: int, width: int, height: int) -> str:
+    """One axis, with its scales above its names."""
+    parts = [f'<text x="{x0}" y="18" font-weight="bold">{escape(axis.title)}</text>']
+    of_points = [seconds for points in axis.points.values() for _, seconds in points]
+    values = [*of_points, *(value for line in axis.lines.values() for value in line)]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    first, last = math.log10(axis.xs[0]), math.log10(axis.xs[-1])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across, up = (math.log10(x) - first) / (last - first), (math.log10(y) - low) / (high - low)
+        return x0 + width * across, top + height * (1 - up)
+
+    for power in range(low, high + 1):
+        _, y = place(axis.xs[0], 10.0**power)
+        parts.append(f'<path d="M{x0} {y:.1f}h{width}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x0 - 5}" y="{y + 4:.1f}" text-anchor="end">{report.shown(10.0**power)}</text>')
+    for x in axis.xs:
+        at, _ = place(x, 10.0**low)
+        parts.append(f'<text x="{at:.1f}" y="{top + height + 15}" text-anchor="middle">{short(x)}</text>')
+    parts.append(f'<text x="{x0 + width / 2}" y="{top + height + 30}" text-anchor="middle">{axis.unit}</text>')
+    colours = iter(COLOURS)
+    y = top + height + 48
+    for name, seconds in axis.lines.items():
+        colour = next(colours)
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(place, axis.xs, seconds))
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<path d="M{x0} {y - 4}h18" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x0 + 24}" y="{y}">{escape(name)}</text>')
+        y += 15
+    for name, points in axis.points.items():
+        colour = next(colours)
+        for at, up in (*(place(*point) for point in points), (x0 + 9, y - 4)):
+            parts.append(f'<circle cx="{at:.1f}" cy="{up:.1f}" r="4" fill="{colour}" stroke="white"/>')
+        parts.append(f'<text x="{x0 + 24}" y="{y}">{escape(name)}</text>')
+        y += 15
+    return "\n".join(parts)
 
 
 def short(x: int) -> str:

@@ -2,7 +2,7 @@
 
 Every peer gets its input here and hands its result back to ``check``, which raises AssertionError where it computed
 something else. This module needs nothing but NumPy, since every peer's environment imports it. All arrays are float32
-unless said; two replicas take part in everything.
+unless said; two replicas take part in everything, unless BENCHMARK_REPLICAS is another number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-REPLICAS = 2
+#: The programs of benchmarks/cluster.py take part in other numbers, too.
+REPLICAS = int(os.environ.get("BENCHMARK_REPLICAS", "2"))
 RATES = {"sgd": 0.01, "adam": 0.002, "adagrad": 0.05}
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 ACCUMULATOR = 0.1  # what Adagrad's begins at
@@ -46,12 +47,12 @@ class Apply:
 
     def gradients_sum(self) -> np.ndarray:
         """What somebody brings who works alone."""
-        return _repeated(_block(1, 0.5, 1) + _block(2, 0.5, 1), self.nbytes // 4)
+        return _repeated(self._sum(np.float32), self.nbytes // 4)
 
     def check(self, weights: np.ndarray, steps: int) -> None:
         """Raise AssertionError unless these are the weights after so many steps in all."""
         initial = _block(0, -1, 1).astype(np.float64)
-        gradient = _block(1, 0.5, 1).astype(np.float64) + _block(2, 0.5, 1)
+        gradient = self._sum(np.float64)
         weight, mean, square = initial, np.zeros(_BLOCK), np.zeros(_BLOCK)
         for t in range(1, steps + 1):
             if self.rule == "sgd":
@@ -63,6 +64,11 @@ class Apply:
                 weight = weight - rate * mean / (np.sqrt(square) + EPSILON)
         assert weights.shape == (self.nbytes // 4,), weights.shape
         _compare(weights, weight, initial)
+
+    @staticmethod
+    def _sum(dtype: type[np.floating]) -> np.ndarray:
+        """A block of the sum of all replicas' gradients."""
+        return np.sum([_block(1 + replica, 0.5, 1) for replica in range(REPLICAS)], axis=0, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Both replicas look up 4,096 random rows of a table [rows, 64]; the loss is half of their squares' sum, so a row's
+    """Each replica looks up 4,096 random rows of a table [rows, 64]; the loss is half of their squares' sum, so a row's
     gradient is the row, as often as it was drawn. Sparse Adagrad."""
 
     rows: int

@@ -210,7 +210,7 @@ def opened(work: Work, steps: int) -> Iterator[Trial]:
         return
     recovery = os.environ.get("SERVER_RECOVERY", "on") == "on"
     restarts = int(os.environ.get("MAX_RESTARTS", "3"))
-    devices = ["cpu:0", "cpu:1"]
+    devices = [f"cpu:{replica}" for replica in range(REPLICAS)]
     with cs.CentralStorageStrategy(devices, server_recovery=recovery, max_restarts=restarts) as strategy:
         yield TRIALS[type(work)](strategy, work, steps)
 

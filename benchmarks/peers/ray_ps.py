@@ -3,11 +3,15 @@
 Arrays travel through Ray's object store, so workers map what the server put there; steps are chained by references, and
 the script waits for what it needs alone. Rules are applied in one of two ways, ``numpy`` and ``torch``, whose
 optimizers are fused.
+
+It starts Ray on this machine, unless RAY_PS_NODES has the addresses of two nodes of a cluster: the first, whose port
+follows a colon, is this one and has the server, and the other one has the workers.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +22,9 @@ from program import Trial, main
 from works import REPLICAS, Apply, Digits, Embedding, Read, Work, loss_and_gradients
 
 from peers import numpy_one_process
+
+#: The addresses of the server's node and of the workers', where Ray has several.
+NODES = ("", "")
 
 
 class Server:
@@ -150,8 +157,10 @@ class RayTrial:
 
     def __init__(self, work: Any, steps: int, way: str) -> None:
         self.work, self.done = work, 0
-        self.server = ray.remote(num_cpus=0)(Server).remote(work, way)
-        self.workers = [ray.remote(num_cpus=0)(Worker).remote(work, replica) for replica in range(REPLICAS)]
+        of_server, of_workers = ({f"node:{node}": 1e-3} if node else {} for node in NODES)
+        self.server = ray.remote(num_cpus=0, resources=of_server)(Server).remote(work, way)
+        worker = ray.remote(num_cpus=0, resources=of_workers)(Worker)
+        self.workers = [worker.remote(work, replica) for replica in range(REPLICAS)]
         if not isinstance(work, Embedding):
             self.weights = self.server.weights.remote()
             ray.wait([self.weights], fetch_local=False)
@@ -244,5 +253,13 @@ def opened(work: Work, steps: int, way: str = "numpy") -> Iterator[Trial]:
 
 if __name__ == "__main__":
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=6 << 30)
+    quiet = {"log_to_driver": False, "logging_level": "error"}
+    if "RAY_PS_NODES" in os.environ:
+        address, node = os.environ["RAY_PS_NODES"].split()
+        NODES = address.partition(":")[0], node
+        ray.init(address, _node_ip_address=NODES[0], **quiet)
+        while sum(each["Alive"] for each in ray.nodes()) < len(NODES):
+            time.sleep(0.1)
+    else:
+        ray.init(include_dashboard=False, object_store_memory=6 << 30, **quiet)
     main(opened)

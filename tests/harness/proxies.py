@@ -36,7 +36,11 @@ def proxied(
         with suppress(OSError):
             while True:
                 near = listener.accept()[0]
-                far = socket.create_connection((host, int(port)), source_address=(source, 0))
+                try:
+                    far = socket.create_connection((host, int(port)), source_address=(source, 0))
+                except OSError:  # nobody listens there at the moment
+                    near.close()
+                    continue
                 links.extend((near, far))
                 for pair in ((near, far), (far, near)):
                     threads.append(threading.Thread(target=pump, args=pair))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,16 +77,23 @@ def test_pretend_nodes_of_its_own(bits: str) -> None:
 
 
 def test_workers_that_die_are_placed_again(cluster: Running, bits: str) -> None:
-    """A launcher on a node, then an actor, then the placer, and with it all workers."""
-    with stopped_training(cluster, 3, 6, 9) as (training, [launcher, *_]):
+    """A worker, which starts again where it was; a launcher on a node, then an actor; then the placer, and with it all
+    workers."""
+    with stopped_training(cluster, 2, 4, 7, 9) as (training, [launcher, *_]):
+        [worker] = [each for each in launcher.children() if "cs_worker" in each.cmdline()]
+        worker.kill()
+        training.wait_for(r"worker w\d \(pid \d+ [^)]+\) ended by SIGKILL", unit(60), "err")
+        go_on(training, 2)
+        training.wait_for("^stopped 4 ", unit(120))
+        assert launcher.is_running()
         launcher.kill()
         training.wait_for(r"worker-\d on 127.0.0.1 ended by exit code -9.*; it is placed again", unit(60), "err")
-        go_on(training, 3)
-        training.wait_for("^stopped 6 ", unit(120))
+        go_on(training, 4)
+        training.wait_for("^stopped 7 ", unit(120))
         [actor] = {process.ppid() for process in outposts(cluster)[:1]}
         os.kill(actor, signal.SIGKILL)
         training.wait_for(r"worker-\d on 127.0.0.1 is gone: .*; it is placed again", unit(60), "err")
-        go_on(training, 6)
+        go_on(training, 7)
         training.wait_for("^stopped 9 ", unit(120))
         [placer] = [each for each in training.processes() if "central_storage.ray.placer" in each.cmdline()]
         placer.kill()
@@ -94,14 +102,22 @@ def test_workers_that_die_are_placed_again(cluster: Running, bits: str) -> None:
         assert digest(ends_well(training, cluster)) == bits
 
 
-def test_a_killed_node_is_replaced(mortal: Running, bits: str) -> None:
-    with stopped_training(mortal, 5) as (training, _):
+def test_a_killed_node_and_a_killed_head_are_replaced(mortal: Running, bits: str) -> None:
+    with stopped_training(mortal, 4, 8) as (training, _):
         mortal.child.signal(signal.SIGUSR1)
         mortal.child.wait_for("^killed", unit(60))
         training.wait_for(r"worker-\d on 127.0.0.1 is gone: .*; it is placed again", unit(90), "err")
-        go_on(training, 5)
+        mortal.child.wait_for("^replaced", unit(60))
+        has_place = time.monotonic()
+        go_on(training, 4)
+        training.wait_for("^stopped 8 ", unit(120))
+        # benchmarks/cluster.py has the goal, 5 s; a machine that does other work gets three times as long.
+        assert time.monotonic() - has_place < unit(15)
+        mortal.child.signal(signal.SIGUSR2)
+        mortal.child.wait_for("^again", unit(90))
+        training.wait_for("Ray's head has died, .*; its workers are gone", unit(90), "err")
+        go_on(training, 8)
         assert digest(ends_well(training, mortal)) == bits
-    mortal.child.wait_for("^replaced", unit(60))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -14,15 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 from tests.harness.processes import ROOT, marked
 from tests.harness.stand_in_gpus import stand_in_gpus
 from tests.harness.timing import unit
 from tests.soak import causes, leaving, losing, policy, returning, same, steady, waiting
+from tests.soak.elsewhere import LINKS, elsewhere
 from tests.soak.history import check, reads_its_own
 from tests.soak.lossy import Faults
 from tests.soak.sessions import LATE, PATIENCE, Late, Session, Stuck, session
@@ -51,10 +52,16 @@ VISITED = [name for name in FAILPOINTS if name not in UNVISITED]
 _NOT_ON_A_GPU = {"server.kept", "server.phase", "server.pass"}
 _GPU = ("--parameter-device", "gpu:0")
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
+#: Who is hit where workers run elsewhere, and who together: a worker that dies twice in a run is not replaced.
+_ELSEWHERE = ("w0", "w1", "outpost0", "outpost1", "gateway", "server", *LINKS)
+_ELSEWHERE_AT_ONCE = [("w0", "w1"), ("outpost0", "outpost1"), ("server", "gateway"), ("server", "w1"), LINKS]
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
 # run. Where the server comes with every message and tick, none may be hit before it serves.
 _HITS = (6, 30)
 _HITS_BEFORE = dict.fromkeys(("server.heard", "server.decided", "server.send"), 60)
+
+
+S = TypeVar("S", bound=Session)
 
 
 @dataclass
@@ -96,9 +103,11 @@ class Attempt:
             (self.late if isinstance(line, Late) else self.violations).append(line)
 
     @contextmanager
-    def training(self, *arguments: str, **options: Any) -> Iterator[Session]:
-        """:func:`~tests.soak.sessions.session`, of which is noted what was late."""
-        with session(*arguments, **options) as attacked:
+    def training(
+        self, *arguments: str, made: Callable[..., AbstractContextManager[S]] = session, **options: Any
+    ) -> Iterator[S]:
+        """:func:`~tests.soak.sessions.session`, or another one, of which is noted what was late."""
+        with made(*arguments, **options) as attacked:
             try:
                 yield attacked
             finally:
@@ -224,6 +233,26 @@ def _gpu_server_deaths(attempt: Attempt) -> None:
     """The variables lie on a stand-in for a GPU, whose memory ends with the server."""
     with stand_in_gpus(1):
         _deaths(attempt, ("server", "commit"), ("server",), ("",), has_own_reads=False, on_gpu=True)
+
+
+def _deaths_elsewhere(attempt: Attempt) -> None:
+    """Of workers elsewhere, their launchers, the process that listens, the server; and links that are cut."""
+    rng = attempt.random
+    arguments = _kind_of_training(rng)
+    with attempt.training(*arguments, made=elsewhere, options=_NEVER_GIVES_UP) as attacked:
+        attacked.wait_for_steps(1)
+        while attempt.tried < attempt.trials:
+            attacked.watch(rng.uniform(0.0, 0.3))
+            left = attempt.trials - attempt.tried
+            hit = (
+                rng.choice(_ELSEWHERE_AT_ONCE) if left > 1 and rng.random() < _ALL_AT_ONCE else [rng.choice(_ELSEWHERE)]
+            )
+            died = [attacked.cut(each, rng) if each in LINKS else attacked.hit(each, signal.SIGKILL) for each in hit]
+            if any(died):
+                seconds = attacked.wait_for_steps(_STEPS_AFTER)
+                for _ in range(sum(died)):
+                    attempt.tried_once(seconds)
+        attempt.compare(attacked)
 
 
 def _pauses(attempt: Attempt) -> None:
@@ -400,5 +429,13 @@ PROMISES = {
         ),
         Promise("P23", "nothing grows with the updates", "updates", 3_500_000, 3_500_000, _ages),
         Promise("P24", "nothing grows with the clients", "connects", 10_000, 10_000, _connects),
+        Promise(
+            "P44",
+            "deaths and cut links elsewhere: none lost, none twice, same bits",
+            "kills",
+            200,
+            20,
+            _deaths_elsewhere,
+        ),
     )
 }

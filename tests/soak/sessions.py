@@ -26,6 +26,7 @@ from tests.harness.timing import unit
 from cs_runtime.transport.readiness import is_readable
 
 __all__ = [
+    "GATEWAY",
     "LATE",
     "LAUNCH",
     "LAUNCHER",
@@ -46,6 +47,7 @@ PATIENCE = 60.0
 LATE = 3
 LAUNCHER = "central_storage.launch.cli"
 LAUNCH = (sys.executable, "-m", LAUNCHER, "--devices", "cpu:0,cpu:1")
+GATEWAY = "central_storage.gateway"
 
 
 #: How steps go: those that repeat by a program, all by messages, all by messages over ZeroMQ.
@@ -83,7 +85,7 @@ class Session:
         launched: bool,
         environment: Mapping[str, str],
         options: Mapping[str, str],
-        launcher: str,
+        launch: Sequence[str],
     ) -> None:
         self.directory = directory
         self.history: list[dict[str, Any]] = []
@@ -96,7 +98,6 @@ class Session:
         self._rest = b""
         of_service = [word for pair in options.items() for word in pair]
         module = ["-m", "tests.soak.workload", str(directory), *arguments]
-        launch = [launcher if word == LAUNCHER else word for word in LAUNCH]
         with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
             self.process = subprocess.Popen(
                 [*launch, *of_service, *module] if launched else [sys.executable, *module, *of_service],
@@ -167,7 +168,8 @@ class Session:
             return {name: arrays[name] for name in arrays.files}
 
     def processes(self) -> dict[str, psutil.Process]:
-        """What lives of the service, by what it is: ``server``, ``w0``, ``w1``, ``supervisor``, ``script``."""
+        """What lives of the service, by what it is: ``server``, ``w0``, ``w1``, ``supervisor``, ``script``, and with
+        workers elsewhere ``gateway``, ``outpost0``, ``outpost1``."""
         found = {}
         for process in marked(self.mark):
             with suppress(psutil.Error):
@@ -242,6 +244,10 @@ def role_of(process: psutil.Process) -> str | None:
         return "server"
     if "cs_worker" in command:
         return f"w{command[command.index('--replica') + 1]}"
+    if GATEWAY in command:
+        return "gateway"
+    if "--join" in command:  # with keys in a directory that has the number as its name
+        return f"outpost{Path(command[command.index('--keys') + 1]).name}"
     if {"central_storage.launch.background", LAUNCHER, "tests.soak.late"} & set(command):
         return "supervisor"
     return "script" if "tests.soak.workload" in command else None
@@ -258,7 +264,8 @@ def session(
     """A workload for the length of a block; ``launched``: by ``cs-launch``, or a module in its place, to which the
     service's ``options`` go then."""
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        made = Session(Path(directory), arguments, launched, environment or {}, options or {}, launcher)
+        launch = [launcher if word == LAUNCHER else word for word in LAUNCH]
+        made = Session(Path(directory), arguments, launched, environment or {}, options or {}, launch)
         try:
             yield made
         finally:

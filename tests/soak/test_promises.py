@@ -32,6 +32,7 @@ TRIALS = {
     "P21": (1, 2),
     "P23": (1, 8_000),
     "P24": (1, 200),
+    "P44": (1, 6),
 }
 #: The guarantee that is switched off, and what the trials of a promise find then.
 SABOTAGED = {
@@ -46,6 +47,7 @@ SABOTAGED = {
     "P21": ("silent", "nobody said"),
     "P23": ("leak", "descriptors more"),
     "P24": ("no-goodbye", "the server's tables have"),
+    "P44": ("stale-mirror", "began with"),
 }
 
 

@@ -47,6 +47,8 @@ __all__ = ["main"]
 _LOOK_EVERY, _SAY_EVERY, _END_PAUSE = 1.0, 10.0, 5.0
 # Seconds that the launchers of workers have to end when the service has ended.
 _LAUNCHER_TIMEOUT = 3.0
+# In what Ray says when the head that answers is not the one to which this process has connected.
+_OTHER_CLUSTER = "WrongClusterID"
 _FAILURES = (ray.exceptions.RayError, RuntimeError, ValueError)
 
 
@@ -128,7 +130,8 @@ class _Placing:
             with suppress(asyncio.CancelledError, CentralStorageError):
                 await placing
             if self._group is not None:
-                remove_placement_group(self._group)  # which ends its actors
+                with suppress(*_FAILURES):  # of a cluster that has ended, nothing is left
+                    remove_placement_group(self._group)  # which ends its actors
 
     async def _until_gone(self, reader: asyncio.StreamReader, work: list[Any]) -> None:
         """Do the work, which never ends by itself, until the launcher hangs up."""
@@ -228,7 +231,7 @@ class _Placing:
             pause = restarts.next(str(worker), has_worked=has_worked) or 0.0
             await asyncio.sleep(max(pause, _END_PAUSE) if is_told else pause)
             self._say(f"worker-{worker} on {seat.address} {why}; it is placed again")
-            seat = await self._open_again(worker, actor, restarts)
+            seat = await self._open_again(worker, actor)
 
     async def _work(self, seat: _Seat, endpoint: str) -> tuple[Any, str, bool]:
         """Run a worker until its launcher or its node has ended. Returns the actor if it lives, the reason, and whether
@@ -245,11 +248,19 @@ class _Placing:
             return None, f"is gone: {_lines(error, 1)}", False
         return seat.actor, f"ended by exit code {code}{last and f': {last.rpartition(chr(10))[2]}'}", code == 0
 
-    async def _open_again(self, worker: int, actor: Any, restarts: Restarts) -> _Seat:
+    async def _open_again(self, worker: int, actor: Any) -> _Seat:
+        """Place a worker again. If its node has died, the first actor waits there until Ray has noticed that, and
+        fails.
+
+        Raises LaunchError if another cluster answers: nothing of this one is left, and only a new driver may use that.
+        """
+        restarts = Restarts(sys.maxsize)
         while True:
             try:
                 return await self._open(worker, actor)
             except (*_FAILURES, LaunchError) as error:
+                if _OTHER_CLUSTER in str(error):
+                    raise LaunchError("Ray's head has died, and another one has its address") from error
                 actor = None
                 pause = max(1.0, restarts.next(str(worker), has_worked=False) or 0.0)
                 self._say(f"worker-{worker} could not be placed: {_lines(error, 1)}; again in {pause:g} s")

@@ -125,6 +125,22 @@ def no_seed() -> None:
     Seeds.begin = lambda self, streams: None  # type: ignore[method-assign]
 
 
+def stale_mirror() -> None:
+    """A worker elsewhere gets what a variable holds first, and few of its changes."""
+    from central_storage.cluster import mirror
+
+    before = mirror.Mirror.before
+    brought: set[tuple[int, str, int, int]] = set()
+
+    def before_once(self: Any, *given: Any) -> mirror.Fresh:
+        fresh = before(self, *given)
+        ranges = [each for each in fresh.ranges if (id(self), *each) not in brought]
+        brought.update((id(self), *each) for each in ranges)
+        return mirror.Fresh(ranges, fresh.words)
+
+    mirror.Mirror.before = before_once  # type: ignore[method-assign]
+
+
 def no_program() -> None:
     """No program carries out a step."""
     from cs_server.step_program import StepProgram
@@ -142,9 +158,11 @@ SABOTAGES = {
     "no-goodbye": no_goodbye,
     "no-program": no_program,
 }
-#: What is switched off in the script and its launcher, or in workers; all else concerns servers.
+#: What is switched off in the script and its launcher, in workers, or in the process that listens; all else concerns
+#: servers.
 OF_SCRIPTS = {"silent": silent, "deaf": deaf}
 OF_WORKERS = {"no-seed": no_seed}
+OF_GATEWAYS = {"stale-mirror": stale_mirror}
 
 if (chosen := os.environ.get("CS_SABOTAGE")) in SABOTAGES and _SERVERS & set(sys.orig_argv):
     SABOTAGES[chosen]()
@@ -152,3 +170,5 @@ elif chosen in OF_SCRIPTS and "tests.soak.workload" in sys.orig_argv:
     OF_SCRIPTS[chosen]()
 elif chosen in OF_WORKERS and "cs_worker" in sys.orig_argv:
     OF_WORKERS[chosen]()
+elif chosen in OF_GATEWAYS and "central_storage.gateway" in sys.orig_argv:
+    OF_GATEWAYS[chosen]()
