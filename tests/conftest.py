@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -197,10 +198,11 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed:
         item.stash[_failed] = True
-        for path in sorted(item.config.stash[_directory].glob("logs/**/*")):
-            if path.is_file() and path.stat().st_size and path.stat().st_mtime >= call.start:
-                lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-                report.sections.append((f"log {path.name}", "\n".join(lines)))
+        with suppress(OSError):  # a test may have left no descriptor
+            for path in sorted(item.config.stash[_directory].glob("logs/**/*")):
+                if path.is_file() and path.stat().st_size and path.stat().st_mtime >= call.start:
+                    lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                    report.sections.append((f"log {path.name}", "\n".join(lines)))
     return report
 
 

@@ -240,6 +240,14 @@ def test_files_are_taken_up_by_the_memory_after_the_one_that_was_killed(tmp_path
     killed.close()
 
 
+def test_a_segment_is_a_new_file_and_never_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "segment.w0.arena,0").symlink_to("mine")
+    with pytest.raises(FileExistsError):
+        Files(str(tmp_path)).make("arena/0", NBYTES, "w0")
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
 def test_rings_of_step_times_say_whether_they_are_read(memory: Memory, made: int) -> None:
     def ring(process: str) -> int:
         _, descriptor = memory.make("server", MakeSegment(f"times/{process}", NBYTES, process))

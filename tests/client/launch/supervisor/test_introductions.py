@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import ExitStack
 
 import msgpack
 import pytest
@@ -12,6 +13,7 @@ from tests.client.launch.standins import Client, World, packet
 from tests.harness.timing import unit
 
 from central_storage.controller.operations import wait_until_serving
+from central_storage.launch.supervisor import connections, reception
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import (
     PROTOCOL,
@@ -27,6 +29,7 @@ from cs_proto.messages import (
     StartFailed,
 )
 from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.readiness import is_readable
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
 # A stand-in prints the introductions that it gets: role, rank, incarnation and client.
@@ -222,3 +225,42 @@ def test_a_client_that_has_gone_is_known_by_name_for_a_while(world: World) -> No
             assert link.peer_named(b"n0") is None
         finally:
             link.close()
+
+
+def test_the_first_stranger_makes_room_for_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "_STRANGERS", 3)
+    monkeypatch.setattr(reception, "_INTRODUCTION", 3600.0)
+    world.start()
+    known = world.client()
+    assert isinstance(known.receive(), Serving)
+    with ExitStack() as ends:
+        strangers = [ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(4)]
+        before = len(world.service._reception.peers)
+        for number, stranger in enumerate(strangers[:3], 1):
+            stranger.connect(os.path.join(world.directory.path, "supervisor"))
+            stranger.setblocking(False)
+            world.until(lambda number=number: len(world.service._reception.peers) == before + number)
+        assert not is_readable(strangers[0].fileno(), 0)
+        strangers[3].connect(os.path.join(world.directory.path, "supervisor"))
+        strangers[3].setblocking(False)
+        world.until(lambda: is_readable(strangers[0].fileno(), 0))
+        assert strangers[0].recv(1) == b""
+        for stranger in strangers[1:]:
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+    assert not world.service._reception.peers[0].closed
+
+
+def test_a_peer_that_never_reads_is_cut_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_QUEUE_RECORDS", 50)
+    world.start()
+    reads, deaf = world.client("observer"), world.client("observer")
+    assert isinstance(reads.receive(), Serving)
+    peers = [each for each in world.service._reception.peers if each.label == "observer"]
+    world.until(lambda: all(isinstance(each.introduction, Introduce) for each in peers))
+    for _ in range(1 << 16):  # more than the buffer of any socket holds
+        peers[1].send(Interrupt(1))
+        if peers[1].closed:
+            break
+    assert [each.closed for each in peers] == [False, True]
+    assert deaf.link.recv(1)
