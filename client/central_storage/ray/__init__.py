@@ -9,17 +9,20 @@ from central_storage.diagnostics.extras import require
 from .cluster import RayCluster
 
 if TYPE_CHECKING:
-    from .train import CentralStorageTrainer, report, restore
+    from .data import dataset
+    from .train import CentralStorageTrainer, dataset_shard, report, restore
 
-__all__ = ["CentralStorageTrainer", "RayCluster", "report", "restore"]
+__all__ = ["CentralStorageTrainer", "RayCluster", "dataset", "dataset_shard", "report", "restore"]
+
+_LIBRARIES = ("ray", "pandas", "pyarrow")
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Ray Train, which takes a second to import, when it is first asked for."""
+    """What needs Ray Train or Ray Data, which take a second to import, when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for library in ("ray", "pandas", "pyarrow"):
+    for library in _LIBRARIES:
         require(library, "ray-train", name)
-    from . import train
+    from . import data, train
 
-    return getattr(train, name)
+    return data.dataset if name == "dataset" else getattr(train, name)

@@ -37,9 +37,9 @@ class Head:
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
-        #: What the output of the service has told: its directory, and where it listens.
+        #: What the output of the service has told: its directory, and where it listens; "" if it has ended before.
         self._directory, self._endpoint = "", ""
-        self._listens = asyncio.Event()
+        self._is_up = asyncio.Event()
         #: How many reports rank 0 has begun, and whether it makes no more.
         self._reports, self._is_over = 0, False
         self._changed = asyncio.Condition()
@@ -62,22 +62,19 @@ class Head:
             preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
         )
         self._output = asyncio.ensure_future(self._read())
-        listens = asyncio.ensure_future(self._listens.wait())
-        await asyncio.wait([listens, self._output], return_when=asyncio.FIRST_COMPLETED)
-        if not listens.done():
-            listens.cancel()
-            raise LaunchError(f"the service of the training did not start: {'; '.join(self._last)}")
+        await self._until_up()
         return os.path.join(self._directory, RUN)
 
     async def admit(self, name: str, key: str) -> tuple[str, str]:
-        """Let the worker with this public key join; where the service listens, and its own public key."""
-        await self._listens.wait()
+        """Let the worker with this public key join; where the service listens, and its own public key. Raises
+        LaunchError if the service has not started."""
+        await self._until_up()
         keys = os.path.join(self._directory, KEYS)
         write_public(keys, name, key.encode())
         return self._endpoint, read_public(os.path.join(keys, "service.key")).decode()
 
     async def report(self) -> None:
-        """Rank 0 reports once more, which takes all ranks."""
+        """Rank 0 reports once more, and so must all ranks."""
         async with self._changed:
             self._reports += 1
             self._changed.notify_all()
@@ -88,20 +85,28 @@ class Head:
             await self._changed.wait_for(lambda: self._reports > reports or self._is_over)
             return self._reports > reports
 
+    async def is_over(self) -> bool:
+        """Whether the function of rank 0 has ended."""
+        return self._is_over
+
     async def end(self) -> None:
-        """End the service, and tell the other ranks."""
+        """End the service, and with it the launchers of all workers; then tell the other ranks."""
+        self._is_over = True
+        if self._process is not None and self._output is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), _END_TIMEOUT)
+            except TimeoutError:
+                self._process.kill()
+            await self._output
         async with self._changed:
-            self._is_over = True
             self._changed.notify_all()
-        if self._process is None or self._output is None:
-            return
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), _END_TIMEOUT)
-        except TimeoutError:
-            self._process.kill()
-        await self._output
+
+    async def _until_up(self) -> None:
+        await self._is_up.wait()
+        if not self._endpoint:
+            raise LaunchError(f"the service of the training did not start: {'; '.join(self._last)}")
 
     async def _read(self) -> None:
         """Pass the output of the service on to Ray's log of this actor, and find in it where the service is."""
@@ -115,4 +120,5 @@ class Head:
                 self._directory = text.removeprefix("directory ")
             elif found := _LISTENS.search(text):
                 self._endpoint = found[1]
-                self._listens.set()
+                self._is_up.set()
+        self._is_up.set()

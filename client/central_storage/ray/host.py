@@ -99,7 +99,8 @@ class Host:
         return self._child.wait(), "".join(last).strip()
 
     def end(self) -> None:
-        """End the launcher of the worker, if it runs."""
+        """End the launcher of the worker, if it runs; :meth:`run` then returns. For another thread than that of
+        :meth:`run`."""
         if self._child is not None:
             self._child.terminate()
 

@@ -1,95 +1,186 @@
-"""Ray Train: every rank is a replica of one strategy, and the user's function runs where rank 0 is.
+"""Ray Train: every rank is a replica of one strategy, and the user's function runs once, where rank 0 is.
 
 Each rank keeps the launcher of one worker, which joins the service beside rank 0 by TCP. Ray Train places and watches
-the ranks, restarts all of them if one dies, and keeps the checkpoints.
+the ranks, starts all of them again if one dies, and keeps the checkpoints. This module has all of Ray that is for
+developers of trainers: ``DataParallelTrainer``.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import secrets
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import ray
+import ray.data
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from central_storage.checkpoint.checkpoint import Checkpoint
-from central_storage.launch.supervisor.restarts import WORKED_SECONDS, Restarts
-from cs_proto.errors import ContextError, LaunchError
+from cs_proto.errors import ConfigurationError, ContextError, InvalidArgumentError
 from cs_proto.frozen import frozen
-from cs_proto.messages import PROTOCOL
+from cs_proto.messages import MOST_REPLICAS, PROTOCOL
 from cs_proto.version import __version__
 
+from .data import Batches, check_size, in_order
 from .head import Head
-from .host import Host
+from .seat import Seat
 
-__all__ = ["CentralStorageTrainer", "report", "restore"]
+__all__ = ["CentralStorageTrainer", "dataset_shard", "report", "restore"]
 
 _NAMESPACE = "central_storage"
-_FILE = "state"
+# The name of the file of our checkpoint in the directory of Ray's, without its suffix.
+_FILE = "central_storage"
 # Ray kills the children of an actor that it ends. Ours end by themselves, and first remove what they have made.
 _ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
-# Seconds in which the launcher of a worker ends when the service has ended.
-_END_TIMEOUT = 10.0
 
 
 class CentralStorageTrainer:
+    """Trains with a strategy whose workers Ray Train places: one for each of its ranks. ::
+
+        def train(config):
+            strategy = cs.CentralStorageStrategy()
+            ...
+            report({"loss": loss}, checkpoint)
+
+        trainer = CentralStorageTrainer(
+            train,
+            train_loop_config={"rate": 0.1},
+            datasets={"train": ray.data.read_parquet("s3://bucket/train")},
+            scaling_config=ray.train.ScalingConfig(num_workers=8, use_gpu=True),
+            run_config=ray.train.RunConfig(storage_path="s3://bucket/runs"),
+        )
+        result = trainer.fit()
+
+    Args:
+        train_loop: The function that trains. It runs once, in the process of rank 0, and gets ``train_loop_config`` if
+            it has a parameter.
+        train_loop_config: What it gets; None is an empty dict.
+        datasets: Data sets of Ray by name, for :func:`dataset_shard`.
+        scaling_config: How many ranks there are, and what Ray reserves for each; a ``ray.train.ScalingConfig``. None:
+            one.
+        run_config: Where results and checkpoints go, and how often Ray starts the training again after a failure; a
+            ``ray.train.RunConfig``.
+
+    Raises:
+        TypeError: ``train_loop`` is no function.
+        ConfigurationError: The number of ranks is not one that a strategy has (a ValueError).
+        ModuleNotFoundError: Ray Train is not installed (an ImportError).
+    """
+
     def __init__(
         self,
         train_loop: Callable[..., Any],
         *,
         train_loop_config: Mapping[str, Any] | None = None,
-        scaling_config: Any = None,
-        run_config: Any = None,
+        datasets: Mapping[str, Any] | None = None,
+        scaling_config: ray.train.ScalingConfig | None = None,
+        run_config: ray.train.RunConfig | None = None,
     ) -> None:
-        run_config = run_config or ray.train.RunConfig()
-        env = dict(run_config.worker_runtime_env or {})
-        env["env_vars"] = {**env.get("env_vars", {}), **_ENVIRONMENT}
-        run_config.worker_runtime_env = env
+        if not callable(train_loop):
+            raise TypeError(f"train_loop must be a function, not {train_loop!r:.200}")
+        scaling = ray.train.ScalingConfig() if scaling_config is None else scaling_config
+        ranks: object = scaling.num_workers
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_REPLICAS:
+            raise ConfigurationError(
+                f"num_workers of the ScalingConfig must be one number from 1 to {MOST_REPLICAS}, not {ranks!r:.100}: "
+                "another number of replicas gives other results"
+            )
         self._trainer = DataParallelTrainer(
-            partial(_run, train_loop),
-            train_loop_config=None if train_loop_config is None else dict(train_loop_config),
-            scaling_config=scaling_config,
-            run_config=run_config,
+            partial(_run, train_loop, frozenset(datasets or ())),
+            train_loop_config=dict(train_loop_config or {}),
+            scaling_config=scaling,
+            run_config=_with_environment(run_config),
+            datasets=dict(datasets or {}),
+            dataset_config=ray.train.DataConfig(
+                datasets_to_split=[], execution_options=in_order(ray.data.DataContext.get_current())
+            ),
         )
 
     def fit(self) -> Any:
+        """Train, and return Ray's ``Result``.
+
+        Its ``metrics`` and ``checkpoint`` are those of the last :func:`report` with a checkpoint.
+
+        Raises:
+            ray.train.TrainingFailedError: The function has raised an error, or a rank has died, more often than the
+                ``FailureConfig`` of the ``run_config`` allows. For an error of the function it is a
+                ``ray.train.WorkerGroupError``, and its ``worker_failures[0]`` is that error.
+        """
         return self._trainer.fit()
 
 
 @frozen
 class _Training:
-    """What the user's function is in, while it runs."""
+    """The training in which the user's function runs."""
 
     head: Any
-    workers: int
+    ranks: int
+    datasets: frozenset[str]
 
 
+#: In the process of rank 0, while the user's function runs.
 _training: _Training | None = None
 
 
-def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | ray.train.Checkpoint | None = None) -> None:
+    """Report metrics and a checkpoint to Ray Train, in the function of a :class:`CentralStorageTrainer`.
+
+    All ranks report, and the call waits for them. Use it in place of ``ray.train.report``, for which the other ranks
+    would never be ready. The checkpoint is written once, and is in the ``storage_path`` when the call returns.
+
+    Args:
+        metrics: Their values by name. Convert arrays to numbers.
+        checkpoint: A ``cs.train.Checkpoint``, which :func:`restore` reads; or one of Ray, with files of your own.
+
+    Raises:
+        TypeError: An argument has another type.
+        ContextError: Called anywhere else (a RuntimeError).
+        CheckpointSaveError: The checkpoint could not be written (an OSError).
+    """
     training = _inside("report")
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict, not {metrics!r:.200}")
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint | ray.train.Checkpoint):
+        raise TypeError(
+            f"checkpoint must be a central_storage.train.Checkpoint or a ray.train.Checkpoint, not {checkpoint!r:.200}"
+        )
+    if not isinstance(checkpoint, Checkpoint):
+        _report(training, metrics, checkpoint)
+        return
     with tempfile.TemporaryDirectory(prefix="cs-checkpoint-") as directory:
-        kept = None
-        if isinstance(checkpoint, Checkpoint):
-            checkpoint.write(os.path.join(directory, _FILE))
-            kept = ray.train.Checkpoint.from_directory(directory)
-        ray.get(training.head.report.remote())
-        ray.train.report(dict(metrics), checkpoint=kept)
+        checkpoint.write(os.path.join(directory, _FILE))
+        _report(training, metrics, ray.train.Checkpoint.from_directory(directory))
+
+
+def _report(training: _Training, metrics: Mapping[str, Any], checkpoint: Any) -> None:
+    ray.get(training.head.report.remote())
+    ray.train.report(dict(metrics), checkpoint=checkpoint)
 
 
 def restore(checkpoint: Checkpoint) -> bool:
+    """Continue where Ray Train says: read ``checkpoint`` from the last one that was reported, if there is one.
+
+    Call it in the function of a :class:`CentralStorageTrainer` when all variables are made, before the first step.
+
+    Returns:
+        Whether there was one: after a failure, or if the run was started before under the same name.
+
+    Raises:
+        TypeError: ``checkpoint`` has another type.
+        ContextError: Called anywhere else (a RuntimeError).
+        CheckpointError: As ``checkpoint.restore`` (a ValueError).
+    """
     _inside("restore")
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(f"restore takes a central_storage.train.Checkpoint, not {checkpoint!r:.200}")
     found = ray.train.get_checkpoint()
     if found is None:
         return False
@@ -98,101 +189,99 @@ def restore(checkpoint: Checkpoint) -> bool:
     return True
 
 
+def dataset_shard(name: str = "train", *, batch_size: int, drop_remainder: bool = False) -> Batches:
+    """The global batches of a data set of the trainer, in the order of its rows. ::
+
+        batches = strategy.experimental_distribute_dataset(dataset_shard("train", batch_size=1024))
+
+    As :func:`central_storage.ray.dataset`, for the ``datasets`` of a :class:`CentralStorageTrainer`. All replicas share
+    it: a strategy divides each batch among them.
+
+    Args:
+        name: Its name there.
+        batch_size: The number of rows of a global batch.
+        drop_remainder: Leave out the last batch if it is smaller.
+
+    Raises:
+        TypeError: ``batch_size`` is no int.
+        InvalidArgumentError: There is no such data set, or a batch has fewer rows than there are replicas (a
+            ValueError).
+        ContextError: Called anywhere else than in the function of a trainer (a RuntimeError).
+    """
+    training = _inside("dataset_shard")
+    if name not in training.datasets:
+        names = ", ".join(sorted(training.datasets)) or "none"
+        raise InvalidArgumentError(f"the trainer has no data set {name!r:.100}; its datasets: {names}")
+    check_size(batch_size, training.ranks)
+    return Batches(ray.train.get_dataset_shard(name), batch_size, drop_remainder)
+
+
 def _inside(what: str) -> _Training:
     if _training is None:
-        raise ContextError(f"{what} outside")
+        raise ContextError(
+            f"{what} works only in the function of a CentralStorageTrainer, and not in what it gives to its replicas"
+        )
     return _training
 
 
-def _run(train_loop: Callable[..., Any], config: dict[str, Any]) -> None:
-    """What every rank does."""
-    global _training
+def _with_environment(run_config: ray.train.RunConfig | None) -> Any:
+    """The user's run config, with what our processes need in the environment of the ranks."""
+    changed = ray.train.RunConfig() if run_config is None else copy.copy(run_config)
+    said = changed.worker_runtime_env or {}
+    changed.worker_runtime_env = {**said, "env_vars": {**said.get("env_vars", {}), **_ENVIRONMENT}}
+    return changed
+
+
+# --- what the ranks do ------------------------------------------------------------------------------------------------
+
+
+def _run(train_loop: Callable[..., Any], datasets: frozenset[str], config: dict[str, Any]) -> Any:
+    """What Ray Train runs on every rank."""
     context = ray.train.get_context()
-    rank, workers = context.get_world_rank(), context.get_world_size()
-    address = ray.util.get_node_ip_address()
-    head = None
-    said = None
+    rank, ranks = context.get_world_rank(), context.get_world_size()
     if rank == 0:
-        name = f"head-{secrets.token_hex(8)}"
-        head = _new_head(name)
-        directory = ray.get(head.serve.remote(workers, address))
-        said = [name, __version__, PROTOCOL]
-    name, version, protocol = broadcast_from_rank_zero(said)
-    head = head or ray.get_actor(name, namespace=_NAMESPACE)
-    seat = _Seat(f"worker-{rank}", head, version, protocol)
+        return _lead(train_loop, config, ranks, datasets)
+    name, version, protocol = broadcast_from_rank_zero(None)
+    _follow(rank, ray.get_actor(name, namespace=_NAMESPACE), version, protocol)
+    return None
+
+
+def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, datasets: frozenset[str]) -> Any:
+    """Rank 0: start the service, and run the user's function."""
+    global _training
+    name = f"head-{secrets.token_hex(8)}"
+    head = _new_head(name)
+    starting = head.serve.remote(ranks, ray.util.get_node_ip_address())
+    broadcast_from_rank_zero((name, __version__, PROTOCOL))
+    seat = Seat("worker-0", head, __version__, PROTOCOL)
     try:
-        seat.sit()
-        if rank == 0:
-            _training = _Training(head, workers)
-            os.environ["CS_ADDRESS"] = directory
-            try:
-                if inspect.signature(train_loop).parameters:
-                    train_loop(config)
-                else:
-                    train_loop()
-            finally:
-                _training = None
-                os.environ.pop("CS_ADDRESS")
-                ray.get(head.end.remote())
-        else:
-            count = 0
-            while ray.get(head.after.remote(count)):
-                count += 1
-                ray.train.report({})
+        seat.take()
+        os.environ["CS_ADDRESS"] = ray.get(starting)
+        _training = _Training(head, ranks, datasets)
+        return train_loop(config) if inspect.signature(train_loop).parameters else train_loop()
+    finally:
+        _training = None
+        os.environ.pop("CS_ADDRESS", None)
+        ray.get(head.end.remote())
+        seat.leave()
+
+
+def _follow(rank: int, head: Any, version: str, protocol: int) -> None:
+    """Another rank: keep a worker, and report whenever rank 0 does."""
+    seat = Seat(f"worker-{rank}", head, version, protocol)
+    try:
+        seat.take()
+        reports = 0
+        while ray.get(head.after.remote(reports)):
+            reports += 1
+            ray.train.report({})
     finally:
         seat.leave()
 
 
 def _new_head(name: str) -> Any:
+    """The actor that keeps the service, on this node."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return (
-        ray.remote(Head)
-        .options(
-            name=name,
-            namespace=_NAMESPACE,
-            num_cpus=0,
-            max_concurrency=1000,
-            scheduling_strategy=here,
-            runtime_env={"env_vars": _ENVIRONMENT},
-        )
-        .remote()
-    )
-
-
-class _Seat:
-    """The place of a rank's worker, which a thread keeps: the worker's launcher ends with that thread."""
-
-    def __init__(self, name: str, head: Any, version: str, protocol: int) -> None:
-        self._name, self._head, self._version, self._protocol = name, head, version, protocol
-        self._host = Host()
-        self._is_over = threading.Event()
-        self._opened: Future[None] = Future()
-        self._thread = threading.Thread(target=self._keep, name="central-storage-seat", daemon=True)
-
-    def sit(self) -> None:
-        self._thread.start()
-        self._opened.result()
-
-    def leave(self) -> None:
-        self._is_over.set()
-        self._thread.join(_END_TIMEOUT)
-        self._host.end()
-        self._thread.join()
-
-    def _keep(self) -> None:
-        restarts = Restarts(1 << 30)
-        while not self._is_over.is_set():
-            try:
-                said = self._host.open(self._version, self._protocol)
-                if "refused" in said:
-                    raise LaunchError(f"the node {said['address']} {said['refused']}")
-                endpoint, key = ray.get(self._head.admit.remote(self._name, said["key"]))
-            except BaseException as error:
-                if not self._opened.done():
-                    self._opened.set_exception(error)
-                    return
-                raise
-            if not self._opened.done():
-                self._opened.set_result(None)
-            self._host.run(self._name, endpoint, key)
-            self._is_over.wait(restarts.next(self._name, has_worked=False) or 0.0)
+    options = {"name": name, "namespace": _NAMESPACE, "num_cpus": 0, "max_concurrency": 2 * MOST_REPLICAS}
+    environment = {"env_vars": _ENVIRONMENT}
+    return ray.remote(Head).options(**options, scheduling_strategy=here, runtime_env=environment).remote()
