@@ -32,3 +32,10 @@ def test_two_actors(node: Mapping[str, str], tmp_path: Path) -> None:
 def test_two_trials(node: Mapping[str, str], tmp_path: Path) -> None:
     assert output(1, node, tmp_path).lines[-1] == "best rate 0.01"
     assert len(list(tmp_path.glob("ray_results/*/*/checkpoint_*"))) == 10
+
+
+def test_ray_train(node: Mapping[str, str], tmp_path: Path) -> None:
+    said, loss = output(2, node, tmp_path).lines[-1].split()
+    assert said == "loss"
+    assert 0 <= float(loss) < 64
+    assert len(list(tmp_path.glob("runs/*/checkpoint_*/central_storage.safetensors"))) == 10

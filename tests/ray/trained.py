@@ -1,9 +1,10 @@
 """The training of ``training.py`` by Ray Train, with two ranks and its rows in Ray Data, as a test asks for.
 
-    python tests/ray/trained.py STORAGE kept      # the worker of the other rank is killed
-    python tests/ray/trained.py STORAGE killed    # rank 0 is killed and, after that start, the other rank
+    python tests/ray/trained.py STORAGE kept       # the worker of the other rank is killed
+    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank
+    python tests/ray/trained.py STORAGE refused    # does not train: prints the errors of the function
 
-It prints at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
+The others print at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ import ray.train
 from training import BATCH, STEPS, Training, batches
 
 import central_storage as cs
-from central_storage.ray import CentralStorageTrainer, dataset_shard, report, restore
+from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore
 
 #: A checkpoint is reported after every so many steps, and a process is killed after that one. When a report returns,
-#: Ray may not know of it yet, but it knows of the one before.
+#: Ray may not know of its checkpoint yet, but it knows of the one before.
 EVERY, FATAL = 3, 11
 
 
@@ -33,8 +35,9 @@ def train(config: dict[str, Any]) -> str:
     """Train, and report a checkpoint after every few steps and at the end."""
     strategy = cs.CentralStorageStrategy()
     training = Training(strategy, 0.1, dataset_shard(batch_size=BATCH))
-    restore(training.checkpoint)
+    is_restored = restore(training.checkpoint)
     begun = int(training.optimizer.iterations)
+    assert is_restored == (begun > 0)
     with open(config["starts"], "a") as file:
         print(begun, file=file)
     start = len(Path(config["starts"]).read_text().split())
@@ -44,22 +47,18 @@ def train(config: dict[str, Any]) -> str:
         if done % EVERY == 0 and done < STEPS:
             report({"done": done}, training.checkpoint)
         if done == FATAL and start <= len(config["kills"]):
-            _kill(config["kills"][start - 1])
+            kill(config["kills"][start - 1])
 
-    digest = training.run(after, lookahead=1)
+    digest = training.run(after, lookahead=0)
     report({"done": STEPS, "digest": digest, "replicas": strategy.num_replicas_in_sync}, training.checkpoint)
     return digest
 
 
-def _kill(what: str) -> None:
-    launchers = [
-        process
-        for process in psutil.process_iter()
-        if process.name() != "" and _is_launcher(process) and process.ppid() != os.getpid()
-    ]
+def kill(what: str) -> None:
+    """Kill a process of this training: the only one on these nodes."""
     if what == "rank 0":
         os.kill(os.getpid(), signal.SIGKILL)
-    [launcher] = launchers
+    [launcher] = [each for each in launchers() if each.ppid() != os.getpid()]
     if what == "worker":
         [worker] = launcher.children()
         worker.kill()
@@ -67,29 +66,61 @@ def _kill(what: str) -> None:
         launcher.parent().kill()
 
 
-def _is_launcher(process: psutil.Process) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.Error:  # it has just ended
-        return False
-    return command[:1] == [sys.executable] and "central_storage.ray.node" in command
+def launchers() -> Iterator[psutil.Process]:
+    """The launchers of workers by this Python."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if command[:1] == [sys.executable] and "central_storage.ray.node" in command:
+            yield process
+
+
+def refuse() -> None:
+    """Raise an error that holds what the function is told about calls that make no sense."""
+    calls: list[Callable[[], object]] = [
+        lambda: dataset_shard("other", batch_size=1),
+        lambda: dataset_shard(batch_size=0),
+        lambda: dataset_shard(batch_size="1"),  # type: ignore[arg-type]
+        lambda: report(5),  # type: ignore[arg-type]
+        lambda: report({}, "directory"),  # type: ignore[arg-type]
+        lambda: restore("directory"),  # type: ignore[arg-type]
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    raise KeyError(*said)
 
 
 def main(storage: str, what: str) -> None:
     """Train, and print what comes of it."""
     ray.init(log_to_driver=False)
-    rows = np.concatenate(batches())
-    blocks = np.split(rows, [50, 57, 120])  # which are no batches
+    blocks = ray.data.from_numpy(np.split(np.concatenate(batches()), [50, 57, 120]))  # which are no batches
+    first, *_ = dataset(blocks, batch_size=BATCH)
+    assert np.array_equal(first["data"], batches()[0])
     starts = f"{storage}/starts"
-    result = CentralStorageTrainer(
-        train,
+    trainer = CentralStorageTrainer(
+        refuse if what == "refused" else train,
         train_loop_config={"starts": starts, "kills": ["worker"] if what == "kept" else ["rank 0", "other rank"]},
-        datasets={"train": ray.data.from_numpy(blocks)},
-        scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
+        datasets={"train": blocks},
+        scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(
-            name=what, storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=2)
+            name=what,
+            storage_path=storage,
+            failure_config=ray.train.FailureConfig(max_failures=2 if what == "killed" else 0),
         ),
-    ).fit()
+    )
+    if what == "refused":
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as failed:
+            error = failed.worker_failures[0]
+            print(type(error).__name__, *error.args, sep="\n", flush=True)
+        return
+    result = trainer.fit()
+    if what == "kept":
+        result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
     print("starts", *Path(starts).read_text().split())
     print("reported", *result.metrics_dataframe["done"])
     print("checkpoint", *sorted(os.listdir(result.checkpoint.path)))

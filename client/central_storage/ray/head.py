@@ -4,6 +4,7 @@ the other ranks when rank 0 reports."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -15,8 +16,6 @@ from central_storage.launch.packages import python_path
 from central_storage.launch.parent_death import end_with_parent
 from cs_proto.errors import LaunchError
 from cs_runtime.transport.curve import read_public, write_public
-
-from .service import KEYS, RUN
 
 __all__ = ["Head"]
 
@@ -37,16 +36,17 @@ class Head:
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
-        #: What the output of the service has told: its directory, and where it listens; "" if it has ended before.
-        self._directory, self._endpoint = "", ""
+        #: What the output of the service has told: its directories, and where it listens; "" if it has ended before.
+        self._directories: dict[str, str] = {}
+        self._endpoint = ""
         self._is_up = asyncio.Event()
         #: How many reports rank 0 has begun, and whether it makes no more.
         self._reports, self._is_over = 0, False
         self._changed = asyncio.Condition()
 
-    async def serve(self, workers: int, address: str) -> str:
-        """Start a service for so many workers, which listens at this node's ``address``; its run directory. Raises
-        LaunchError if it does not start."""
+    async def serve(self, workers: int, address: str) -> tuple[str, str]:
+        """Start a service for so many workers, which listens at this node's ``address``. Returns its run directory, and
+        a directory for what is written before Ray has it. Raises LaunchError if it does not start."""
         parent = os.getpid()
         environment = {name: value for name, value in os.environ.items() if not _NOT_FOR_SERVICES.fullmatch(name)}
         if path := python_path(os.environ):
@@ -63,13 +63,13 @@ class Head:
         )
         self._output = asyncio.ensure_future(self._read())
         await self._until_up()
-        return os.path.join(self._directory, RUN)
+        return self._directories["run"], self._directories["drafts"]
 
     async def admit(self, name: str, key: str) -> tuple[str, str]:
-        """Let the worker with this public key join; where the service listens, and its own public key. Raises
+        """Let the worker with this public key join. Returns where the service listens, and its own public key. Raises
         LaunchError if the service has not started."""
         await self._until_up()
-        keys = os.path.join(self._directory, KEYS)
+        keys = self._directories["keys"]
         write_public(keys, name, key.encode())
         return self._endpoint, read_public(os.path.join(keys, "service.key")).decode()
 
@@ -114,11 +114,12 @@ class Head:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
+            if not self._directories and text.startswith("{"):
+                self._directories = json.loads(text)
+                continue
             print(text, flush=True)
             self._last.append(text)
-            if text.startswith("directory "):
-                self._directory = text.removeprefix("directory ")
-            elif found := _LISTENS.search(text):
+            if found := _LISTENS.search(text):
                 self._endpoint = found[1]
                 self._is_up.set()
         self._is_up.set()

@@ -122,6 +122,8 @@ class _Training:
     """The training in which the user's function runs."""
 
     head: Any
+    #: A directory that ends with the service, whatever ends this process.
+    drafts: str
     ranks: int
     datasets: frozenset[str]
 
@@ -155,7 +157,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | ray.train.Checkp
     if not isinstance(checkpoint, Checkpoint):
         _report(training, metrics, checkpoint)
         return
-    with tempfile.TemporaryDirectory(prefix="cs-checkpoint-") as directory:
+    with tempfile.TemporaryDirectory(dir=training.drafts) as directory:
         checkpoint.write(os.path.join(directory, _FILE))
         _report(training, metrics, ray.train.Checkpoint.from_directory(directory))
 
@@ -256,8 +258,8 @@ def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, da
     seat = Seat("worker-0", head, __version__, PROTOCOL)
     try:
         seat.take()
-        os.environ["CS_ADDRESS"] = ray.get(starting)
-        _training = _Training(head, ranks, datasets)
+        os.environ["CS_ADDRESS"], drafts = ray.get(starting)
+        _training = _Training(head, drafts, ranks, datasets)
         return train_loop(config) if inspect.signature(train_loop).parameters else train_loop()
     finally:
         _training = None
