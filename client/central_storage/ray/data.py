@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import ray.data
 
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import ConfigurationError, InvalidArgumentError
 
 __all__ = ["Batches", "check_size", "dataset", "in_order"]
 
@@ -18,12 +18,15 @@ class Batches:
     """The global batches of a data set: each is a dict with an array for each column. It can be iterated again and
     again, and gives the same rows each time if the data set does."""
 
-    def __init__(self, source: Any, batch_size: int, drop_remainder: bool) -> None:
-        """``source`` is a data set of Ray, or an iterator over one, which keeps the order of its rows."""
+    def __init__(self, source: ray.data.DataIterator, batch_size: int, drop_remainder: bool) -> None:
+        """``source`` is Ray's iterator over a data set that keeps the order of its rows."""
         self._source, self._size, self._drops = source, batch_size, drop_remainder
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """From the first row on. Blocks are fetched when their rows are wanted."""
+        """From the first row on. Blocks are fetched when their rows are wanted. Raises ConfigurationError if the data
+        set has been told meanwhile not to keep the order."""
+        if not self._source.get_context().execution_options.preserve_order:
+            raise ConfigurationError("the data set of Ray does not keep the order of its rows: set preserve_order=True")
         return iter(self._source.iter_batches(batch_size=self._size, batch_format="numpy", drop_last=self._drops))
 
 
@@ -41,15 +44,19 @@ def dataset(source: ray.data.Dataset, batch_size: int, *, drop_remainder: bool =
         batch_size: The number of rows of a global batch, which is divided among the replicas.
         drop_remainder: Leave out the last batch if it is smaller.
 
+    Returns:
+        An iterable, for :meth:`experimental_distribute_dataset` of a strategy.
+
     Raises:
         TypeError: ``source`` is no data set of Ray, or ``batch_size`` no int.
         InvalidArgumentError: ``batch_size`` is less than 1 (a ValueError).
+        ModuleNotFoundError: Ray Data is not installed (an ImportError).
     """
     if not isinstance(source, ray.data.Dataset):
         raise TypeError(f"dataset takes a ray.data.Dataset, not {source!r:.200}")
     check_size(batch_size, 1)
     source.context.execution_options = in_order(source.context)
-    return Batches(source, batch_size, drop_remainder)
+    return Batches(source.iterator(), batch_size, drop_remainder)
 
 
 def in_order(context: ray.data.DataContext) -> Any:

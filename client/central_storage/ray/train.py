@@ -13,6 +13,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -264,7 +265,8 @@ def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, da
     finally:
         _training = None
         os.environ.pop("CS_ADDRESS", None)
-        ray.get(head.end.remote())
+        with suppress(ray.exceptions.RayError):  # it has died, which has ended the service, too
+            ray.get(head.end.remote())
         seat.leave()
 
 
