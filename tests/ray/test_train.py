@@ -40,7 +40,7 @@ def fit(cluster: Running, storage: Path, what: str) -> list[str]:
 
 def of_trainings(cluster: Running) -> list[psutil.Process]:
     """The processes on the nodes that are ours."""
-    return [each for each in cluster.child.processes() if re.search("central_storage|cs_worker|cs_server", command(each))]
+    return [each for each in cluster.child.processes() if re.search(" -m (central_storage|cs_)", command(each))]
 
 
 def command(process: psutil.Process) -> str:
