@@ -48,7 +48,8 @@ class Training:
     def run(self, after: Callable[[int], Any] = lambda count: None, lookahead: int = 64) -> str:
         """Make the steps that are left, call ``after`` with the number of results after each, and return the digest of
         all variables."""
-        steps = self._strategy.run_steps(self._step, self._batches, lookahead=lookahead)
+        is_over = self._batches.epoch > 0  # the checkpoint is from after the last step
+        steps = () if is_over else self._strategy.run_steps(self._step, self._batches, lookahead=lookahead)
         for count, _ in enumerate(steps, 1):
             after(count)
         digest = hashlib.sha256()
