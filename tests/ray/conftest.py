@@ -22,6 +22,9 @@ CPUS = 4
 #: Of each pretend node: a worker, and one that takes the place of another node's.
 CPUS_OF_NODE = 2
 
+#: Seconds between two looks of Ray Train at its ranks, for which each report waits. Its default is 2.
+QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+
 
 @dataclass(frozen=True)
 class Running:

@@ -10,6 +10,7 @@ import pytest
 from tests.harness.guides import python_blocks
 from tests.harness.processes import Ended, run
 from tests.harness.timing import unit
+from tests.ray.conftest import QUICK
 from tests.ray.leavings import run_directories
 
 pytestmark = pytest.mark.timeout(unit(240))
@@ -19,7 +20,9 @@ def output(block: int, node: Mapping[str, str], directory: Path) -> Ended:
     """Run a program of the page. Tune's results go into the home directory."""
     program = directory / "program.py"
     program.write_text(python_blocks("ray.md")[block])
-    ended = run(program, environment={**node, "HOME": str(directory)}, directory=directory, timeout=unit(200)).ok()
+    ended = run(
+        program, environment={**node, **QUICK, "HOME": str(directory)}, directory=directory, timeout=unit(200)
+    ).ok()
     assert run_directories() == []
     return ended
 
@@ -38,4 +41,4 @@ def test_ray_train(node: Mapping[str, str], tmp_path: Path) -> None:
     said, loss = output(2, node, tmp_path).lines[-1].split()
     assert said == "loss"
     assert 0 <= float(loss) < 64
-    assert len(list(tmp_path.glob("runs/*/checkpoint_*/central_storage.safetensors"))) == 10
+    assert len(list(tmp_path.glob("runs/*/checkpoint_*/central_storage.safetensors"))) == 5

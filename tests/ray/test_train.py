@@ -11,7 +11,7 @@ import pytest
 import ray.train
 from tests.harness.processes import living_after, run
 from tests.harness.timing import unit
-from tests.ray.conftest import Running
+from tests.ray.conftest import QUICK, Running
 from tests.ray.leavings import run_directories
 
 import central_storage as cs
@@ -31,7 +31,8 @@ def bits() -> str:
 def fit(cluster: Running, storage: Path, what: str) -> list[str]:
     """The output of a training, after which nothing is left."""
     drafts = set(Path("/tmp").glob("cs-checkpoints-*"))
-    ended = run(HERE / "trained.py", storage, what, environment=cluster.environment, timeout=unit(220)).ok()
+    environment = {**cluster.environment, **QUICK}
+    ended = run(HERE / "trained.py", storage, what, environment=environment, timeout=unit(220)).ok()
     assert living_after(unit(20), of_trainings(cluster)) == []
     assert run_directories() == []
     assert set(Path("/tmp").glob("cs-checkpoints-*")) == drafts
@@ -105,6 +106,7 @@ def test_arguments_of_another_type() -> None:
         dataset([], 1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 def test_the_environment_of_the_user_is_kept() -> None:
     config = ray.train.RunConfig(worker_runtime_env={"env_vars": {"RATE": "1"}})
     CentralStorageTrainer(print, run_config=config)
