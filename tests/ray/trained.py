@@ -39,7 +39,7 @@ def train(config: dict[str, Any]) -> str:
     begun = int(training.optimizer.iterations)
     assert is_restored == (begun > 0)
     with open(config["starts"], "a") as file:
-        print(begun, file=file)
+        file.write(f"{begun}\n")  # Ray 2.52 has a print of its own
     start = len(Path(config["starts"]).read_text().split())
 
     def after(count: int) -> None:
@@ -116,6 +116,7 @@ def main(storage: str, what: str) -> None:
             trainer.fit()
         except ray.train.TrainingFailedError as failed:
             error = failed.worker_failures[0]
+            error = getattr(error, "_base_exc", error)  # Ray 2.52 wraps it
             print(type(error).__name__, *error.args, sep="\n", flush=True)
         return
     result = trainer.fit()

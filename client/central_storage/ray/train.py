@@ -112,8 +112,8 @@ class CentralStorageTrainer:
 
         Raises:
             ray.train.TrainingFailedError: The function has raised an error, or a rank has died, more often than the
-                ``FailureConfig`` of the ``run_config`` allows. For an error of the function it is a
-                ``ray.train.WorkerGroupError``, and its ``worker_failures[0]`` is that error.
+                ``FailureConfig`` of the ``run_config`` allows. Its message has the traceback of the function's error,
+                which is also in its ``worker_failures[0]``.
         """
         return self._trainer.fit()
 
