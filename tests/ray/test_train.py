@@ -58,6 +58,7 @@ def test_a_killed_worker_is_replaced_within_the_training(cluster: Running, tmp_p
         "checkpoint central_storage.safetensors",
         f"digest 2 {bits}",
     ]
+    assert len(list(tmp_path.glob("events/events.out.tfevents.*"))) == 2  # of both calls of fit
 
 
 def test_killed_ranks_are_started_again_from_a_checkpoint(cluster: Running, tmp_path: Path, bits: str) -> None:

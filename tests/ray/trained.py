@@ -44,12 +44,14 @@ def train(config: dict[str, Any]) -> str:
 
     def after(count: int) -> None:
         done = begun + count
+        writer.scalar("done", done, done)
         if done % EVERY == 0 and done < STEPS:
             report({"done": done}, training.checkpoint)
         if done == FATAL and start <= len(config["kills"]):
             kill(config["kills"][start - 1])
 
-    digest = training.run(after, lookahead=0)
+    with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
+        digest = training.run(after, lookahead=0)
     report({"done": STEPS, "digest": digest, "replicas": strategy.num_replicas_in_sync}, training.checkpoint)
     return digest
 
@@ -102,7 +104,11 @@ def main(storage: str, what: str) -> None:
     starts = f"{storage}/starts"
     trainer = CentralStorageTrainer(
         refuse if what == "refused" else train,
-        train_loop_config={"starts": starts, "kills": ["worker"] if what == "kept" else ["rank 0", "other rank"]},
+        train_loop_config={
+            "starts": starts,
+            "events": f"{storage}/events",
+            "kills": ["worker"] if what == "kept" else ["rank 0", "other rank"],
+        },
         datasets={"train": blocks},
         scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(
