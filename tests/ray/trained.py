@@ -98,7 +98,8 @@ def refuse() -> None:
 def main(storage: str, what: str) -> None:
     """Train, and print what comes of it."""
     ray.init(log_to_driver=False)
-    blocks = ray.data.from_numpy(np.split(np.concatenate(batches()), [50, 57, 120]))  # which are no batches
+    parts = np.split(np.concatenate(batches()), [50, 57, 120])  # which are no batches
+    blocks = ray.data.from_numpy(parts).map_batches(lambda rows: rows, batch_size=None)  # each by a task of its own
     first, *_ = dataset(blocks, batch_size=BATCH)
     assert np.array_equal(first["data"], batches()[0])
     starts = f"{storage}/starts"
