@@ -51,7 +51,9 @@ def command(process: psutil.Process) -> str:
         return ""
 
 
-def test_a_killed_worker_is_replaced_within_the_training(cluster: Running, tmp_path: Path, bits: str) -> None:
+def test_a_killed_launcher_and_a_worker_are_replaced_within_the_training(
+    cluster: Running, tmp_path: Path, bits: str
+) -> None:
     assert fit(cluster, tmp_path, "kept")[-4:] == [
         "starts 0 12",
         "reported 3 6 9 12 12",

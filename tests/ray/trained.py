@@ -1,6 +1,6 @@
 """The training of ``training.py`` by Ray Train, with two ranks and its rows in Ray Data, as a test asks for.
 
-    python tests/ray/trained.py STORAGE kept       # the worker of the other rank is killed
+    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the worker
     python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank
     python tests/ray/trained.py STORAGE refused    # does not train: prints the errors of the function
 
@@ -26,9 +26,11 @@ from training import BATCH, STEPS, Training, batches
 import central_storage as cs
 from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore
 
-#: A checkpoint is reported after every so many steps, and a process is killed after that one. When a report returns,
-#: Ray may not know of its checkpoint yet, but it knows of the one before.
-EVERY, FATAL = 3, 11
+#: A checkpoint is reported after every so many steps. When a report returns, Ray may not know of its checkpoint yet,
+#: but it knows of the one before.
+EVERY = 3
+#: For each start, what is killed after which step.
+KILLS = {"kept": [{7: "launcher", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
 
 
 def train(config: dict[str, Any]) -> str:
@@ -47,8 +49,8 @@ def train(config: dict[str, Any]) -> str:
         writer.scalar("done", done, done)
         if done % EVERY == 0 and done < STEPS:
             report({"done": done}, training.checkpoint)
-        if done == FATAL and start <= len(config["kills"]):
-            kill(config["kills"][start - 1])
+        if start <= len(config["kills"]) and done in config["kills"][start - 1]:
+            kill(config["kills"][start - 1][done])
 
     with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
         digest = training.run(after, lookahead=0)
@@ -61,7 +63,9 @@ def kill(what: str) -> None:
     if what == "rank 0":
         os.kill(os.getpid(), signal.SIGKILL)
     [launcher] = [each for each in launchers() if each.ppid() != os.getpid()]
-    if what == "worker":
+    if what == "launcher":
+        launcher.kill()
+    elif what == "worker":
         [worker] = launcher.children()
         worker.kill()
     else:
@@ -108,7 +112,7 @@ def main(storage: str, what: str) -> None:
         train_loop_config={
             "starts": starts,
             "events": f"{storage}/events",
-            "kills": ["worker"] if what == "kept" else ["rank 0", "other rank"],
+            "kills": KILLS.get(what, []),
         },
         datasets={"train": blocks},
         scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),

@@ -131,6 +131,9 @@ class _Training:
 
 #: In the process of rank 0, while the user's function runs.
 _training: _Training | None = None
+#: The actor that the process of rank 0 has made. It must live until all ranks have heard of the end, and so as long as
+#: this process: Ray ends an actor as soon as its owner has no reference to it.
+_head: Any = None
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | ray.train.Checkpoint | None = None) -> None:
@@ -251,9 +254,9 @@ def _run(train_loop: Callable[..., Any], datasets: frozenset[str], config: dict[
 
 def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, datasets: frozenset[str]) -> Any:
     """Rank 0: start the service, and run the user's function."""
-    global _training
+    global _head, _training
     name = f"head-{secrets.token_hex(8)}"
-    head = _new_head(name)
+    _head = head = _new_head(name)
     starting = head.serve.remote(ranks, ray.util.get_node_ip_address())
     broadcast_from_rank_zero((name, __version__, PROTOCOL))
     seat = Seat("worker-0", head, __version__, PROTOCOL)
