@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # One more than the processors of the smallest machine that runs the tests, because many tests wait.
 JOBS   ?= 3
+# The version of Ray in test-ray: the newest that the project takes, or for example the oldest, RAY=2.52.1.
+RAY    ?=
 BIN    := $(VENV)/bin
 # The tests of a file share services, so they run in one process. The files with the most tests come first.
 PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
@@ -70,7 +72,7 @@ test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX,
 	@$(PYTEST) tests/interop client/central_storage/torch --ignore=tests/interop/jax
 	@$(PYTEST) tests/interop/jax client/central_storage/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
 
-test-ray: $(VENV)/.installed-ray  ## workers that Ray places, and services in actors of Ray and in trials of Ray Tune, which are installed first
+test-ray: $(VENV)/.installed-ray$(RAY)  ## Ray, which is installed first (RAY=2.52.1: the oldest): workers that it places, actors, trials of Tune, Train and Data
 	@$(BIN)/python -m pytest -p tests.harness.progress tests/ray  # in one process: the tests share nodes of Ray
 
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
@@ -156,10 +158,10 @@ $(VENV)/.installed-interop: $(VENV)/.installed-dev
 	@$(INSTALL) -e '.[interop]'
 	@touch $@
 
-$(VENV)/.installed-ray: $(VENV)/.installed-dev
-	@echo "installing ray into $(VENV), once"
-	@$(INSTALL) -e '.[ray-tune]'
-	@touch $@
+$(VENV)/.installed-ray$(RAY): $(VENV)/.installed-dev
+	@echo "installing ray$(RAY:%= %) into $(VENV), once"
+	@$(INSTALL) --upgrade -e '.[ray-train,ray-tune]' 'ray$(if $(RAY),==$(RAY))'
+	@rm -f $(VENV)/.installed-ray* && touch $@  # one version at a time
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev
 	@echo "installing mkdocs into $(VENV), once"

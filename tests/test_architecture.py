@@ -330,7 +330,14 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
         ("optax", {"central_storage.jax.optimizer", "central_storage.jax.state"}),
         (
             "ray",
-            {"central_storage.ray.connection", "central_storage.ray.host", "central_storage.ray.placer"},
+            {
+                "central_storage.ray.connection",
+                "central_storage.ray.data",
+                "central_storage.ray.host",
+                "central_storage.ray.placer",
+                "central_storage.ray.seat",
+                "central_storage.ray.train",
+            },
         ),
         ("prometheus_client", {"central_storage.exporter.families"}),
         ("tensorboardX", {"central_storage.summary"}),

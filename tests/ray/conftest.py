@@ -29,6 +29,9 @@ FAST_DEATHS = {
     "RAY_health_check_failure_threshold": "2",
 }
 
+#: Seconds between two looks of Ray Train at its ranks, for which each report waits. Its default is 2.
+QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+
 
 @dataclass(frozen=True)
 class Running:

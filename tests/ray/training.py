@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,14 @@ import central_storage as cs
 
 DEVICES = ["cpu:0", "cpu:1"]
 STEPS = 12
+BATCH = 12
 
 
 class Training:
     """A dense variable and a table, which Adam trains for STEPS steps."""
 
-    def __init__(self, strategy: cs.CentralStorageStrategy, rate: float) -> None:
+    def __init__(self, strategy: cs.CentralStorageStrategy, rate: float, elements: Iterable[Any] | None = None) -> None:
+        """``elements`` are those of :func:`batches`, or dicts with these arrays under ``data``."""
         start = np.random.default_rng(7)
         with strategy.scope():
             w = cs.Variable(start.standard_normal((16, 4)).astype(np.float32), name="w")
@@ -29,30 +31,37 @@ class Training:
             optimizer = cs.optimizers.Adam(rate)
 
         @cs.function
-        def step(rows: np.ndarray) -> np.ndarray:
+        def step(batch: Any) -> np.ndarray:
+            rows = batch["data"] if isinstance(batch, dict) else batch
             x = cs.nn.embedding_lookup(table, rows).numpy()
             error = x @ w.numpy() - 1
             of_rows = cs.IndexedSlices(error @ w.numpy().T, rows, (50, 16))
             optimizer.apply_gradients([(x.T @ error, w), (of_rows, table)])
             return (error**2).sum()
 
-        draws = np.random.default_rng(8)
-        elements = [draws.integers(0, 50, 12) for _ in range(STEPS)]
-        self._batches = strategy.experimental_distribute_dataset(elements)
+        self._batches = strategy.experimental_distribute_dataset(batches() if elements is None else elements)
         self._strategy, self._step, self._variables = strategy, step, (w, table)
+        self.optimizer = optimizer
         #: All that a later trial needs to go on.
         self.checkpoint = cs.train.Checkpoint(w=w, table=table, optimizer=optimizer, data=self._batches)
 
     def run(self, after: Callable[[int], Any] = lambda count: None, lookahead: int = 64) -> str:
         """Make the steps that are left, call ``after`` with the number of results after each, and return the digest of
         all variables."""
-        steps = self._strategy.run_steps(self._step, self._batches, lookahead=lookahead)
+        is_over = self._batches.epoch > 0  # the checkpoint is from after the last step
+        steps = () if is_over else self._strategy.run_steps(self._step, self._batches, lookahead=lookahead)
         for count, _ in enumerate(steps, 1):
             after(count)
         digest = hashlib.sha256()
         for variable in self._variables:
             digest.update(variable.numpy().tobytes())
         return digest.hexdigest()
+
+
+def batches() -> list[np.ndarray]:
+    """The rows of the table that each step takes."""
+    draws = np.random.default_rng(8)
+    return [draws.integers(0, 50, BATCH) for _ in range(STEPS)]
 
 
 def main(rates: list[str]) -> None:

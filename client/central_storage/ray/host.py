@@ -102,6 +102,12 @@ class Host:
             last.append(line)
         return self._child.wait(), "".join(last).strip()
 
+    def end(self) -> None:
+        """End the launcher of the worker, if it runs; :meth:`run` then returns. For another thread than that of
+        :meth:`run`."""
+        if self._child is not None:
+            self._child.terminate()
+
     def _output(self) -> IO[str]:
         assert self._child is not None
         assert self._child.stdout is not None

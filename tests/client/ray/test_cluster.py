@@ -75,6 +75,8 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda library: None)
     with pytest.raises(ModuleNotFoundError, match=r"RayCluster needs ray: pip install 'central-storage\[ray\]'"):
         RayCluster(2)
+    with pytest.raises(ModuleNotFoundError, match=r"report needs ray: pip install 'central-storage\[ray-train\]'"):
+        from central_storage.ray import report  # noqa: F401
 
 
 def test_what_a_strategy_refuses_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

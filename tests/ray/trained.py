@@ -1,0 +1,143 @@
+"""The training of ``training.py`` by Ray Train, with two ranks and its rows in Ray Data, as a test asks for.
+
+    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the worker
+    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank
+    python tests/ray/trained.py STORAGE refused    # does not train: prints the errors of the function
+
+The others print at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import ray.data
+import ray.train
+from training import BATCH, STEPS, Training, batches
+
+import central_storage as cs
+from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore
+
+#: A checkpoint is reported after every so many steps. When a report returns, Ray may not know of its checkpoint yet,
+#: but it knows of the one before.
+EVERY = 3
+#: For each start, what is killed after which step.
+KILLS = {"kept": [{7: "launcher", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
+
+
+def train(config: dict[str, Any]) -> str:
+    """Train, and report a checkpoint after every few steps and at the end."""
+    strategy = cs.CentralStorageStrategy()
+    training = Training(strategy, 0.1, dataset_shard(batch_size=BATCH))
+    is_restored = restore(training.checkpoint)
+    begun = int(training.optimizer.iterations)
+    assert is_restored == (begun > 0)
+    with open(config["starts"], "a") as file:
+        file.write(f"{begun}\n")  # Ray 2.52 has a print of its own
+    start = len(Path(config["starts"]).read_text().split())
+
+    def after(count: int) -> None:
+        done = begun + count
+        writer.scalar("done", done, done)
+        if done % EVERY == 0 and done < STEPS:
+            report({"done": done}, training.checkpoint)
+        if start <= len(config["kills"]) and done in config["kills"][start - 1]:
+            kill(config["kills"][start - 1][done])
+
+    with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
+        digest = training.run(after, lookahead=0)
+    report({"done": STEPS, "digest": digest, "replicas": strategy.num_replicas_in_sync}, training.checkpoint)
+    return digest
+
+
+def kill(what: str) -> None:
+    """Kill a process of this training: the only one on these nodes."""
+    if what == "rank 0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    [launcher] = [each for each in launchers() if each.ppid() != os.getpid()]
+    if what == "launcher":
+        launcher.kill()
+    elif what == "worker":
+        [worker] = launcher.children()
+        worker.kill()
+    else:
+        launcher.parent().kill()
+
+
+def launchers() -> Iterator[psutil.Process]:
+    """The launchers of workers by this Python."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if command[:1] == [sys.executable] and "central_storage.ray.node" in command:
+            yield process
+
+
+def refuse() -> None:
+    """Raise an error that holds what the function is told about calls that make no sense."""
+    calls: list[Callable[[], object]] = [
+        lambda: dataset_shard("other", batch_size=1),
+        lambda: dataset_shard(batch_size=0),
+        lambda: dataset_shard(batch_size="1"),  # type: ignore[arg-type]
+        lambda: report(5),  # type: ignore[arg-type]
+        lambda: report({}, "directory"),  # type: ignore[arg-type]
+        lambda: restore("directory"),  # type: ignore[arg-type]
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    raise KeyError(*said)
+
+
+def main(storage: str, what: str) -> None:
+    """Train, and print what comes of it."""
+    ray.init(log_to_driver=False)
+    parts = np.split(np.concatenate(batches()), [50, 57, 120])  # which are no batches
+    blocks = ray.data.from_numpy(parts).map_batches(lambda rows: rows, batch_size=None)  # each by a task of its own
+    first, *_ = dataset(blocks, batch_size=BATCH)
+    assert np.array_equal(first["data"], batches()[0])
+    starts = f"{storage}/starts"
+    trainer = CentralStorageTrainer(
+        refuse if what == "refused" else train,
+        train_loop_config={
+            "starts": starts,
+            "events": f"{storage}/events",
+            "kills": KILLS.get(what, []),
+        },
+        datasets={"train": blocks},
+        scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),
+        run_config=ray.train.RunConfig(
+            name=what,
+            storage_path=storage,
+            failure_config=ray.train.FailureConfig(max_failures=2 if what == "killed" else 0),
+        ),
+    )
+    if what == "refused":
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as failed:
+            error = failed.worker_failures[0]
+            error = getattr(error, "_base_exc", error)  # Ray 2.52 wraps it
+            print(type(error).__name__, *error.args, sep="\n", flush=True)
+        return
+    result = trainer.fit()
+    if what == "kept":
+        result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
+    print("starts", *Path(starts).read_text().split())
+    print("reported", *result.metrics_dataframe["done"])
+    print("checkpoint", *sorted(os.listdir(result.checkpoint.path)))
+    print("digest", result.metrics["replicas"], result.metrics["digest"], flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
