@@ -44,7 +44,7 @@ def check() -> Check:
         here, there = socket.socketpair()
         with here, there:
             placing = _Placing(request, _Keys("", ""), address, here, 0.0)
-            placing._check_token([_Seat(0, None, "key", of_worker, mode)])
+            placing._check_token([_Seat(0, None, "key", of_worker, mode, "node")])
 
     return checked
 
