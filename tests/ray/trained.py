@@ -106,6 +106,10 @@ def main(storage: str, what: str) -> None:
     blocks = ray.data.from_numpy(parts).map_batches(lambda rows: rows, batch_size=None)  # each by a task of its own
     first, *_ = dataset(blocks, batch_size=BATCH)
     assert np.array_equal(first["data"], batches()[0])
+    # The second iteration has the rows of the first one, which a new process would get. Ray 2.52 may have ints only.
+    shuffled = dataset(blocks.random_shuffle(seed=getattr(ray.data, "RandomSeedConfig", int)(1)), batch_size=BATCH)
+    once, again = (np.concatenate([batch["data"] for batch in shuffled]) for _ in range(2))
+    assert np.array_equal(once, again)
     starts = f"{storage}/starts"
     trainer = CentralStorageTrainer(
         refuse if what == "refused" else train,

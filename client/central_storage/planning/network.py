@@ -225,10 +225,10 @@ def _comparison(request: Request, estimate: Estimate) -> list[str]:
     if not estimate.plan.gradients:
         return ["no dense variable has gradients, so a ring would have nothing to do"]
     step, ring = (of(request, estimate, request.bits).total for of in (_step, _ring))
+    if ring >= step:
+        return [f"a ring all-reduce would take {_time(ring)}, and is not faster"]
     nodes = cost.ring_is_better_from(estimate.plan.gradients, request.bits, request.most_on_a_node)
     where = "" if nodes is None else f", and so it is from {_count(nodes, 'node')} on"
-    if ring >= step:
-        return [f"a ring all-reduce would take {_time(ring)}, and is not faster{where}"]
     return [
         f"a ring all-reduce would take {_time(ring)} instead of {_time(step)}: it is faster here{where}. It is not "
         "encrypted, every node holds all variables and slots, and a node that dies ends it",

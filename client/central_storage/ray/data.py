@@ -25,8 +25,11 @@ class Batches:
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         """From the first row on. Blocks are fetched when their rows are wanted. Raises ConfigurationError if the data
         set has been told meanwhile not to keep the order."""
-        if not self._source.get_context().execution_options.preserve_order:
+        context = self._source.get_context()
+        if not context.execution_options.preserve_order:
             raise ConfigurationError("the data set of Ray does not keep the order of its rows: set preserve_order=True")
+        # Some seeds change with each execution in this process, and a training that is started again counts from 0.
+        context._execution_idx = 0  # noqa: SLF001
         return iter(self._source.iter_batches(batch_size=self._size, batch_format="numpy", drop_last=self._drops))
 
 

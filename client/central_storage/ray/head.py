@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from central_storage.launch.packages import python_path
@@ -47,6 +48,15 @@ class Head:
     async def serve(self, workers: int, address: str) -> tuple[str, str]:
         """Start a service for so many workers, which listens at this node's ``address``. Returns its run directory, and
         a directory for what is written before Ray has it. Raises LaunchError if it does not start."""
+        try:
+            await self._start(workers, address)
+        except BaseException:
+            self._is_up.set()  # who waits for it hears that it did not start
+            raise
+        await self._until_up()
+        return self._directories["run"], self._directories["drafts"]
+
+    async def _start(self, workers: int, address: str) -> None:
         parent = os.getpid()
         environment = {name: value for name, value in os.environ.items() if not _NOT_FOR_SERVICES.fullmatch(name)}
         if path := python_path(os.environ):
@@ -61,9 +71,7 @@ class Head:
             start_new_session=True,
             preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM),
         )
-        self._output = asyncio.ensure_future(self._read())
-        await self._until_up()
-        return self._directories["run"], self._directories["drafts"]
+        self._output = asyncio.ensure_future(self._read(self._process.stdout))
 
     async def admit(self, name: str, key: str) -> tuple[str, str]:
         """Let the worker with this public key join. Returns where the service listens, and its own public key. Raises
@@ -92,34 +100,47 @@ class Head:
     async def end(self) -> None:
         """End the service, and with it the launchers of all workers; then tell the other ranks."""
         self._is_over = True
-        if self._process is not None and self._output is not None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), _END_TIMEOUT)
-            except TimeoutError:
-                self._process.kill()
-            await self._output
-        async with self._changed:
-            self._changed.notify_all()
+        try:
+            if self._process is not None and self._output is not None:
+                with suppress(ProcessLookupError):
+                    self._process.terminate()
+                try:
+                    await asyncio.wait_for(self._process.wait(), _END_TIMEOUT)
+                except TimeoutError:
+                    self._process.kill()
+                await self._output
+        finally:  # the other ranks would wait for ever
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _until_up(self) -> None:
         await self._is_up.wait()
         if not self._endpoint:
             raise LaunchError(f"the service of the training did not start: {'; '.join(self._last)}")
 
-    async def _read(self) -> None:
+    async def _read(self, output: asyncio.StreamReader | None) -> None:
         """Pass the output of the service on to Ray's log of this actor, and find in it where the service is."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            text = line.decode(errors="replace").rstrip("\n")
-            if not self._directories and text.startswith("{"):
-                self._directories = json.loads(text)
-                continue
-            print(text, flush=True)
-            self._last.append(text)
-            if found := _LISTENS.search(text):
-                self._endpoint = found[1]
-                self._is_up.set()
-        self._is_up.set()
+        assert output is not None
+        try:
+            async for text in _lines(output):
+                if not self._directories and text.startswith("{"):
+                    self._directories = json.loads(text)
+                    continue
+                print(text, flush=True)
+                self._last.append(text)
+                if found := _LISTENS.search(text):
+                    self._endpoint = found[1]
+                    self._is_up.set()
+        finally:
+            self._is_up.set()
+
+
+async def _lines(output: asyncio.StreamReader) -> AsyncIterator[str]:
+    while True:
+        try:
+            line = await output.readline()
+        except ValueError:
+            continue  # it was longer than asyncio takes, and is dropped; a service whose output nobody reads stands still
+        if not line:
+            return
+        yield line.decode(errors="replace").rstrip("\n")

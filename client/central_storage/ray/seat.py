@@ -49,7 +49,7 @@ class Seat:
         except BaseException as error:  # noqa: BLE001 - of the first launcher: take() raises it
             if not self._is_taken.done():
                 self._is_taken.set_exception(error)
-            # Of a later one: the actor has died, and all ranks are started again.
+            # Of a later one: the head has died, and all ranks are started again.
         finally:
             self._host.end()
 
@@ -57,19 +57,29 @@ class Seat:
         restarts = Restarts(sys.maxsize)
         while True:
             began = time.monotonic()
-            said = self._host.open(self._version, self._protocol)
-            if "refused" in said:
-                raise LaunchError(f"the node {said['address']} {said['refused']}")
-            endpoint, service_key = ray.get(self._head.admit.remote(self._name, said["key"]))
-            if not self._is_taken.done():
-                self._is_taken.set_result(None)
-            if self._is_left.is_set():
-                return
-            code, _ = self._host.run(self._name, endpoint, service_key)
+            try:
+                what = self._run_one()
+            except (LaunchError, OSError) as error:
+                if not self._is_taken.done():
+                    raise
+                what = f"could not be started: {error}"  # the service waits for this worker, so it is tried again
             if self._is_left.is_set() or ray.get(self._head.is_over.remote()):
                 return
             has_worked = time.monotonic() - began >= WORKED_SECONDS
             pause = restarts.next(self._name, has_worked=has_worked) or 0.0
-            print(f"the launcher of {self._name} ended by exit code {code}; another one starts in {pause:g} s")
+            print(f"the launcher of {self._name} {what}; another one starts in {pause:g} s")
             if self._is_left.wait(pause):
                 return
+
+    def _run_one(self) -> str:
+        """Start a launcher, and return when it has ended, with its end in words."""
+        said = self._host.open(self._version, self._protocol)
+        if "refused" in said:
+            raise LaunchError(f"the node {said['address']} {said['refused']}")
+        endpoint, service_key = ray.get(self._head.admit.remote(self._name, said["key"]))
+        if not self._is_taken.done():
+            self._is_taken.set_result(None)
+        if self._is_left.is_set():
+            return "is not wanted any more"
+        code, _ = self._host.run(self._name, endpoint, service_key)
+        return f"ended by exit code {code}"

@@ -64,6 +64,14 @@ def test_the_times_are_those_of_the_formulas() -> None:
     assert "(* assumed: --bandwidth names another)" in "\n".join(text)
 
 
+def test_a_ring_is_not_always_faster() -> None:
+    """With many nodes, a tiny model is quicker without the hops of a ring."""
+    asked = with_changes(REQUEST, nodes=tuple(map(str, range(256))), addresses=("elsewhere",) * 256)
+    tiny = {1: VariableSpec("w", "float32", (250,), True, 0, 0)}
+    text = lines(asked, estimate(tiny, arguments=0, workers=256))
+    assert "a ring all-reduce would take 51 ms, and is not faster" in text
+
+
 def test_a_rate_that_is_asked_for_has_a_line_of_its_own() -> None:
     asked = with_changes(REQUEST, bits=2.5e9, is_assumed=False)
     text = lines(asked, estimate())
