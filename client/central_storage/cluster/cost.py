@@ -5,8 +5,8 @@ tables from them.
 
 N replicas run on M nodes, with at most g on one of them. V are the bytes of dense variables that a step changes, R the
 bytes of table rows that one replica looks up and updates, and B is the rate of the head's network card in each
-direction. Parts of a step follow each other, so a time is a sum and an upper bound: computation in the replicas comes
-on top, and hides nothing. All replicas are counted as if they ran on other machines than the variables.
+direction. Parts of a step follow each other, so a time is a sum: computation in the replicas comes on top, and hides
+nothing. Measured steps took longer. All replicas are counted as if they ran on other machines than the variables.
 
 There is one process with the variables, and each worker has a link and a mirror of its own. So V travels once to every
 worker, also if several are on one node, and once back from every worker. All links end in one process at the head,

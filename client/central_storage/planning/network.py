@@ -216,7 +216,7 @@ def _times(request: Request, estimate: Estimate) -> list[str]:
         *_comparison(request, estimate),
         *(_of_tables(request, estimate) if estimate.plan.sparse else []),
         "not counted: computation, results, reads of tables, and variables that change without gradients; the formulas "
-        "have been compared with measurements of two workers only, and the update is that of Adam",
+        "have been compared with measurements of up to eight workers, and the update is that of Adam",
     ]
 
 
