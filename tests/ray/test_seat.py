@@ -66,7 +66,8 @@ def test_a_launcher_that_cannot_be_started_again_is_tried_again(
     found.take()
     assert hosts.is_last_one_running.wait(unit(20))
     found.leave()
-    assert "the launcher of worker-1 could not be started: no memory; another one starts in 1 s" in capsys.readouterr().out
+    said = "the launcher of worker-1 could not be started: no memory; another one starts in 1 s"
+    assert said in capsys.readouterr().out
 
 
 def test_the_first_one_is_not_tried_again(place: Callable[[Hosts], Seat]) -> None:

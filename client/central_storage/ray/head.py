@@ -140,7 +140,7 @@ async def _lines(output: asyncio.StreamReader) -> AsyncIterator[str]:
         try:
             line = await output.readline()
         except ValueError:
-            continue  # it was longer than asyncio takes, and is dropped; a service whose output nobody reads stands still
+            continue  # longer than asyncio takes; it is dropped, since a service whose output nobody reads stands still
         if not line:
             return
         yield line.decode(errors="replace").rstrip("\n")
