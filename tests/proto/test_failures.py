@@ -69,7 +69,7 @@ def test_a_process_is_named_with_its_machine(node: str) -> None:
     assert decode(encode(worker)) == worker
 
 
-@pytest.mark.parametrize("node", ["a b", "\x1b[2J", "10.0.0.7\n", "x" * 256])
+@pytest.mark.parametrize("node", ["a b", "\x1b[2J", "10.0.0.7\n", "\u0661\u0660.0.0.7", "x" * 256])
 def test_what_is_no_machine(node: str) -> None:
     for build in (lambda: Worker(3, 1, 91, "cpu:3", node), lambda: Join(1, 91, node=node)):
         with pytest.raises(LocalProtocolError, match="is no node"):

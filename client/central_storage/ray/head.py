@@ -50,8 +50,8 @@ class Head:
         a directory for what is written before Ray has it. Raises LaunchError if it does not start."""
         try:
             await self._start(workers, address)
-        except BaseException:
-            self._is_up.set()  # who waits for it hears that it did not start
+        except BaseException:  # also if the call is cancelled: the ranks in admit() wait for this event
+            self._is_up.set()
             raise
         await self._until_up()
         return self._directories["run"], self._directories["drafts"]

@@ -42,7 +42,8 @@ _MOST_NODE_CHARACTERS = 255
 
 def is_node(name: str) -> bool:
     """Whether a machine may be called so: by the address at which others see it. Empty: the machine of the service."""
-    return len(name) <= _MOST_NODE_CHARACTERS and all(char.isalnum() or char in ".:%-_" for char in name)
+    is_short = len(name) <= _MOST_NODE_CHARACTERS
+    return is_short and name.isascii() and all(char.isalnum() or char in ".:%-_" for char in name)
 
 
 def is_variable_name(name: str) -> bool:

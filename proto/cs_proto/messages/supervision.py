@@ -105,8 +105,7 @@ class Serving(Record):
 @record(117)
 class Died(Record):
     """Supervisor to all: a process has ended unexpectedly. ``cause`` reads ``exit code 3`` or ``SIGKILL``; ``log``
-    holds the last lines it wrote. ``restarts``: the next incarnation takes its place. ``node`` is the address of the
-    machine on which it had that pid; "" if that is the machine of the service."""
+    holds the last lines it wrote. ``restarts``: the next incarnation takes its place. ``node``: as in Worker."""
 
     role: Role
     rank: Replica

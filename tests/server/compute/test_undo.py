@@ -509,6 +509,13 @@ def test_a_scalar_and_an_empty_variable() -> None:
     survives(make, every=1)
 
 
+class Gone:
+    """Memory of which nothing can be read any more: replicas have freed it."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AssertionError(f"{name} of memory that is gone")
+
+
 def test_a_commit_that_is_done_is_not_done_again_whatever_has_become_of_what_it_was_made_of() -> None:
     memory, operations = everything()
     kept = np.zeros(UNDO_NBYTES, np.uint8)
@@ -517,33 +524,15 @@ def test_a_commit_that_is_done_is_not_done_again_whatever_has_become_of_what_it_
     first.close()
     for segment in memory.segments.values():
         segment.view(np.uint8)[...] = 7
-    another = Executor(memory, 1, array_of, kept)
-    another.commit(Commit(1, operations))
+    for there in (memory, Gone()):
+        another = Executor(there, 1, array_of, kept)
+        another.commit(Commit(1, operations))
+        another.close()
     assert all(np.all(segment.view(np.uint8) == 7) for segment in memory.segments.values())
+    another = Executor(memory, 1, array_of, kept)
     another.commit(Commit(2, operations[-1:]))
     another.close()
     assert not all(np.all(segment.view(np.uint8) == 7) for segment in memory.segments.values())
-
-
-class Gone:
-    """Memory of which nothing can be read any more."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AssertionError(f"{name} of memory that is gone")
-
-
-def test_a_commit_that_is_done_reads_nothing_of_what_it_was_made_of() -> None:
-    """Replicas may have freed it since."""
-    memory, operations = everything()
-    kept = np.zeros(UNDO_NBYTES, np.uint8)
-    first = Executor(memory, 1, array_of, kept)
-    first.commit(Commit(1, operations))
-    first.close()
-    another = Executor(Gone(), 1, array_of, kept)
-    another.commit(Commit(1, operations))
-    with pytest.raises(AssertionError, match="memory that is gone"):
-        another.commit(Commit(2, operations))
-    another.close()
 
 
 def test_without_memory_nothing_is_kept() -> None:
