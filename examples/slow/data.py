@@ -9,7 +9,7 @@ import numpy as np
 
 import central_storage as cs
 
-ROWS, INPUTS, HIDDEN, BATCH = 8192, 128, 512, 1024
+ROWS, INPUTS, HIDDEN, BATCH = 8192, 128, 1024, 4096
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=1000)
