@@ -23,7 +23,7 @@ import central_storage as cs
 from central_storage.ctl.cli import FOUND, main
 from central_storage.ctl.profile import Profile, profile
 from central_storage.timeline.chrome_trace import Recorder
-from central_storage.timeline.rings import Moment, Rings, Step, Window, slices, steps
+from central_storage.timeline.rings import RecordedMoments, Rings, Step, Window, slices, steps
 from cs_proto import step_times as layout
 
 STEPS = 60
@@ -66,13 +66,13 @@ def test_every_step_is_seen_whatever_carries_it_out(two: cs.CentralStorageStrate
     before = two.statistics()
     with Rings(two.address) as rings:
         trained(two, step, ahead=ahead)
-        recorded: dict[str, list[Moment]] = {process: [] for process in rings.rings}
+        recording = RecordedMoments(rings)
         seen: list[Step] = []
         while len(seen) < STEPS - 1:  # the server may note that it has sent the results when the script goes on
-            for process, (moments, lost) in rings.read().items():
-                assert not lost
-                recorded[process] += moments
+            recording.look()
+            recorded = recording.moments()
             seen = steps(recorded)
+    assert not any(recording.missing.values())
     after = two.statistics()
     assert after.captured > before.captured
     runs = [each.run for each in seen]
@@ -105,7 +105,7 @@ def test_step_times_are_noted_as_long_as_somebody_reads(two: cs.CentralStorageSt
             reader.wait()
             words = [rings.mapped(f"times/{process}") for process in ("server", "controller", "w0", "w1")]
             trained(two, step, ahead=False)
-            assert all(moments for moments, _ in rings.read().values())
+            assert all(len(ring.copied()[0]) for ring in rings.rings.values())
         watched = [ring.memory.cast("Q") for ring in words if ring is not None]
         while any(ring[layout.WATCHED] for ring in watched):  # the supervisor hears of the end
             os.sched_yield()
@@ -272,10 +272,11 @@ def test_a_profile_outlives_the_service() -> None:
         with Rings(strategy.address) as rings:
             thread.start()
             begun.wait()
-            seen: list[Step] = []
+            recording, seen = RecordedMoments(rings), list[Step]()
             while not seen:
                 trained(strategy, step, ahead=True)
-                seen = steps({process: moments for process, (moments, _) in rings.read().items()})
+                recording.look()
+                seen = steps(recording.moments())
     thread.join()
     assert len(found) == 1  # it ended with the service, and not after 50 s
 

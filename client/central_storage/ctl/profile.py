@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from central_storage.observer.blocking import connect
-from central_storage.timeline.rings import Moment, Rings, Step, steps
+from central_storage.timeline.rings import RecordedMoments, Rings, Step, steps
 from cs_proto import segment_names
 from cs_proto.errors import CentralStorageError, InvalidArgumentError
 from cs_proto.frozen import frozen
@@ -91,18 +91,16 @@ def profile(address: str, count: int = 200, seconds: float = 5.0) -> Profile:
     connect(address).close()  # a service that is just starting has all rings when it answers
     with Rings(address) as rings:
         committed = _Committed(address, rings)
-        recorded: dict[str, list[Moment]] = {process: [] for process in rings.rings}
-        missing, returned, found, is_last = 0, 0, list[Step](), False
+        recorded = RecordedMoments(rings)
+        found, is_last = list[Step](), False
         deadline = time.monotonic() + seconds
         while len(found) < count and not is_last:
             time.sleep(_LOOK_EVERY)
             is_last = rings.is_over() or time.monotonic() >= deadline
-            for process, (moments, lost) in rings.read().items():
-                recorded[process] += moments
-                missing += lost
-                returned += process == "w0" and sum(each.name == "returned" for each in moments)
-            if returned > count or is_last:
-                found = steps(recorded)
+            recorded.look()
+            if is_last or recorded.count("w0", "returned") > count:
+                found = steps(recorded.moments())
+        missing = sum(recorded.missing.values())
         return summary(found[:count], committed.commits(len(rings.rings) - 2), missing)
 
 

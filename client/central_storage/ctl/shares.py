@@ -17,8 +17,9 @@ from .screen import Bars
 
 __all__ = ["Parts", "parts", "processor", "processor_bars"]
 
-# The bars show the means of at most so many steps.
-_STEPS = 100
+# The bars show the means of at most so many steps, and of as many as so many places of each process contain. A
+# process reaches about 10 places in a step, and to decode them takes processor time from the training.
+_STEPS, _PLACES = 100, 1024
 # Seconds: what was noted earlier is not shown.
 _WINDOW = 60.0
 
@@ -81,7 +82,7 @@ class Parts:
             self.close()  # another supervisor may have taken over
         if self._rings is None or self._window is None:
             self._rings = Rings(self._address)
-            self._window = Window(self._rings, seconds=_WINDOW)
+            self._window = Window(self._rings, places=_PLACES, seconds=_WINDOW)
             self._since = time.monotonic()
         found = summary(steps(self._window.read())[-_STEPS:])
         self._shares = parts(found)

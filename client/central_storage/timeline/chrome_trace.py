@@ -12,16 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from cs_proto.version import __version__
 
-from .rings import CONTROLLER, SERVER, Moment, Rings, Slice, Span, role_of, slices, spans
+from .rings import CONTROLLER, SERVER, Moment, RecordedMoments, Rings, Slice, Span, role_of, slices, spans
 
 __all__ = ["LIMIT", "Recorder", "chrome_trace", "timeline"]
 
@@ -45,10 +42,7 @@ class Recorder:
         Raises as :class:`.rings.Rings` does.
         """
         self._rings = Rings(address)
-        self._limit = limit // len(self._rings.rings)
-        self._kept: dict[str, deque[np.ndarray]] = {process: deque() for process in self._rings.rings}
-        self._counts = dict.fromkeys(self._rings.rings, 0)  # of the moments in ``_kept``
-        self._missing = dict.fromkeys(self._rings.rings, 0)
+        self._recorded = RecordedMoments(self._rings, limit // len(self._rings.rings))
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="central-storage timeline", daemon=True)
         self._thread.start()
@@ -58,14 +52,10 @@ class Recorder:
         self._is_over.set()
         self._thread.join()
         self._look()
-        rings = self._rings.rings
-        moments = {
-            process: rings[process].decoded(np.concatenate([*kept, np.zeros((0, 2), np.uint64)]))
-            for process, kept in self._kept.items()
-        }
+        rings, moments = self._rings.rings, self._recorded.moments()
         pids, epoch = {process: ring.pid for process, ring in rings.items()}, rings[SERVER].epoch
         self._rings.close()
-        return chrome_trace(moments, pids, epoch, self._missing)
+        return chrome_trace(moments, pids, epoch, self._recorded.missing)
 
     def _copy(self) -> None:
         while not self._is_over.wait(_LOOK_EVERY):
@@ -73,16 +63,7 @@ class Recorder:
 
     def _look(self) -> None:
         self._rings.is_over()  # takes notices off the socket
-        for process, ring in self._rings.rings.items():
-            copied, lost = ring.copied()
-            kept = self._kept[process]
-            if len(copied):
-                kept.append(copied)
-                self._counts[process] += len(copied)
-            while kept and self._counts[process] - len(kept[0]) >= self._limit:
-                self._counts[process] -= len(kept[0])
-                lost += len(kept.popleft())
-            self._missing[process] += lost
+        self._recorded.look()
 
 
 def chrome_trace(

@@ -7,6 +7,7 @@ moments of one process, and has the name of a part of a step. A *step* is one ru
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
@@ -33,6 +34,7 @@ __all__ = [
     "SERVER",
     "WAITING",
     "Moment",
+    "RecordedMoments",
     "Ring",
     "Rings",
     "Slice",
@@ -138,14 +140,9 @@ class Ring:
         """The time since 1970 less that of CLOCK_MONOTONIC, in nanoseconds."""
         return int(self._words[layout.EPOCH])
 
-    def read(self) -> tuple[list[Moment], int]:
-        """The moments since the last call, in order, and how many were overwritten before they could be read. Where
-        some are missing, what follows begins with `GAP`."""
-        copied, lost = self.copied()
-        return self.decoded(copied), lost
-
     def copied(self) -> tuple[np.ndarray, int]:
-        """As :meth:`read`, as they lie in the ring: uint64 [moments, 2]."""
+        """The moments since the last call, in order, for :meth:`decoded`; and how many were overwritten before they
+        could be read. Where some are missing, what follows begins with `GAP`. uint64 [moments, 2]."""
         self._check()
         first = max(self._next, self._written - layout.CAPACITY)
         upto = self._written
@@ -229,11 +226,6 @@ class Rings:
                 )
             yield process, Ring(segment.memory, from_now=True)
 
-    def read(self) -> dict[str, tuple[list[Moment], int]]:
-        """By process, as :meth:`Ring.read`. What was written before the end of a process, or of the service, is still
-        there."""
-        return {process: ring.read() for process, ring in self.rings.items()}
-
     def mapped(self, name: str) -> mapping.Mapping | None:
         """Another segment of the service; None if it cannot be mapped."""
         try:
@@ -262,6 +254,49 @@ class Rings:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class RecordedMoments:
+    """What the processes of a service have noted since it began. It is decoded at the end only, since whoever looks
+    at a training takes processor time from it.
+
+    Moments of processes that have ended, or of a service that has, are kept, too.
+    """
+
+    def __init__(self, rings: Rings, limit: int | None = None) -> None:
+        """Keep at least the last ``limit`` moments of each process, and all without a limit."""
+        self._rings = rings
+        self._limit = limit
+        self._kept: dict[str, deque[np.ndarray]] = {process: deque() for process in rings.rings}
+        self._counts = dict.fromkeys(rings.rings, 0)  # of the moments in ``_kept``
+        #: By process: how many moments are not kept, or were overwritten before they could be read.
+        self.missing = dict.fromkeys(rings.rings, 0)
+
+    def look(self) -> None:
+        """Copy what was noted since the last look."""
+        for process, ring in self._rings.rings.items():
+            copied, lost = ring.copied()
+            kept = self._kept[process]
+            if len(copied):
+                kept.append(copied)
+                self._counts[process] += len(copied)
+            while self._limit is not None and kept and self._counts[process] - len(kept[0]) >= self._limit:
+                self._counts[process] -= len(kept[0])
+                lost += len(kept.popleft())
+            self.missing[process] += lost
+
+    def count(self, process: str, moment: str) -> int:
+        """How often a process has reached a place, as far as that is kept."""
+        kind = layout.MOMENTS.index(moment) + 1
+        return sum(int(np.count_nonzero((copied[:, 1] & 0xFFFF) == kind)) for copied in self._kept[process])
+
+    def moments(self) -> dict[str, list[Moment]]:
+        """All that is kept, by process."""
+        nothing = np.zeros((0, 2), np.uint64)
+        return {
+            process: ring.decoded(np.concatenate([nothing, *self._kept[process]]))
+            for process, ring in self._rings.rings.items()
+        }
 
 
 class Window:
