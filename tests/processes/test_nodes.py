@@ -104,6 +104,12 @@ def test_everybody_hears_on_which_machine_a_worker_runs(stack: ExitStack, keys: 
         ["w1.1", str(pids[1]), TWO],
     ]
 
+    place = {"TMPDIR": str(machines.places[0])}
+    listed = json.loads(run("cs-ctl", "ls", "--json", environment=place).ok().out)
+    assert [each["nodes"] for each in listed if each["address"] == directory] == [[ONE, TWO]]
+    lines = run("cs-ctl", "ls", environment=place).ok().out.splitlines()
+    assert [" on 2 nodes " in line for line in lines if line.split()[-1] == directory] == [True]
+
     # Another machine takes the place of one that is lost.
     outposts[1].signal(signal.SIGKILL)
     outposts[1].wait()

@@ -277,10 +277,10 @@ def _on_one_machine(estimate: Estimate) -> list[str]:
 def _time(seconds: float) -> str:
     """A time with two or three digits.
 
-    >>> _time(12.34), _time(1.26), _time(0.0426), _time(0.00126)
-    ('12 s', '1.3 s', '43 ms', '1.3 ms')
+    >>> _time(12.34), _time(1.26), _time(0.9996), _time(0.0426), _time(0.00126)
+    ('12 s', '1.3 s', '1.0 s', '43 ms', '1.3 ms')
     """
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.00995 else f"{1000 * seconds:.1f} ms"
 

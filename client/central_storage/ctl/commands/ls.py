@@ -53,8 +53,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _listed(reading: Reading) -> dict[str, Any]:
-    """What ``status --json`` says, without what it takes long to read."""
-    return {name: value for name, value in as_json(reading).items() if name not in ("processes", "events")}
+    """What ``status --json`` says, without what it takes long to read, and the nodes."""
+    kept = {name: value for name, value in as_json(reading).items() if name not in ("processes", "events")}
+    return {**kept, "nodes": _nodes(reading)}
 
 
 def _print(readings: list[Reading]) -> None:
@@ -64,7 +65,7 @@ def _print(readings: list[Reading]) -> None:
             state(reading),
             printing.plain(reading.step),
             printing.number(reading.rate),
-            ",".join(reading.devices) or printing.plain(reading.replicas),
+            _places(reading),
             printing.plain(reading.pid),
             printing.age(None if reading.since is None else reading.time - reading.since),
             printing.plain(reading.script),
@@ -74,6 +75,18 @@ def _print(readings: list[Reading]) -> None:
     ]
     columns = ("NAME", "STATE", "STEP", "STEPS/S", "DEVICES", "PID", "AGE", "SCRIPT", "ADDRESS")
     printing.table(columns, rows, right=("STEP", "STEPS/S", "PID", "AGE"), folded=("SCRIPT", "ADDRESS"))
+
+
+def _places(reading: Reading) -> str:
+    """The devices of the replicas, or else their number; and on how many other machines they are."""
+    places = ",".join(reading.devices) or printing.plain(reading.replicas)
+    nodes = _nodes(reading)
+    return f"{places} on {len(nodes)} node{'s' * (len(nodes) != 1)}" if nodes else places
+
+
+def _nodes(reading: Reading) -> list[str]:
+    """The addresses of the other machines on which workers are, in order."""
+    return sorted({each.node for each in reading.processes if each.node})
 
 
 def state(reading: Reading) -> str:
