@@ -120,7 +120,8 @@ def test_all_services_are_listed(plain: Training, launched: Training, script: Pa
         assert entry["step"] > 1
         assert entry["rate"] > 0
         assert entry["transport"].startswith("ipc")
-        assert list(entry) == [name for name in fields_of(Reading) if name not in ("processes", "events")]
+        kept = [name for name in fields_of(Reading) if name not in ("processes", "events")]
+        assert (list(entry), entry["nodes"]) == ([*kept, "nodes"], [])
     assert one["pid"] == plain.child.pid
     assert found[strategy.address]["kind"] == "in-process"
     states = {each["label"]: each["state"] for each in threads["processes"]}
