@@ -64,8 +64,8 @@ class CheckpointManager(Closed):
 
     Raises:
         InvalidArgumentError: ``checkpoint`` is no Checkpoint, a number is out of its range, ``checkpoint_name`` is not
-            a name of a file, ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never advances, or
-            ``if_save_fails`` is none of the three (a ValueError).
+            a name of a file, ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never
+            advances, or ``if_save_fails`` is none of the three (a ValueError).
         ContextError: ``on_sigterm`` outside the main thread (a RuntimeError).
 
     Examples:

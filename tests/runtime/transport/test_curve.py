@@ -144,10 +144,10 @@ def test_a_public_key_that_others_may_write_admits_nobody(
     assert service.role_of(observer.public) == "observer"
     change(Path(keys, "observer.key"))
     assert service.role_of(observer.public) == ""
-    with pytest.raises(ConfigurationError, match="observer.key must be a file of yours that others may not write"):
+    with pytest.raises(ConfigurationError, match=r"observer\.key must be a file of yours that others may not write"):
         ServiceKeys.read(keys)
     change(tmp_path / "there-observer" / "service.key")
-    with pytest.raises(ConfigurationError, match="service.key must be a file of yours that others may not write"):
+    with pytest.raises(ConfigurationError, match=r"service\.key must be a file of yours that others may not write"):
         ObserverKeys.read(str(tmp_path / "there-observer"))
 
 
