@@ -236,6 +236,40 @@ def test_a_script_does_not_end_well_without_its_last_checkpoint(tmp_path: Path, 
     assert "a later handler" in ended.out
 
 
+FORKS = """
+import os, signal, sys, time
+
+import central_storage as cs
+
+checkpoint = cs.train.Checkpoint(w=cs.Variable(1.0))
+manager = cs.train.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2, on_sigterm=True)
+manager.restore_or_initialize()
+reading, writing = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writing, b"there")
+    while True:
+        time.sleep(0.01)
+os.read(reading, 5)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+print("the child's signal:", os.WTERMSIG(status), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_forked_child_saves_nothing_at_sigterm(tmp_path: Path) -> None:
+    """As a worker of multiprocessing, which ends by SIGTERM."""
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS)
+    with start(script, tmp_path / "there") as child:
+        ended = over(child)
+    assert ended.code == -signal.SIGTERM
+    assert f"the child's signal: {signal.SIGTERM:d}\n" in ended.out
+    assert ended.err.count("saving a checkpoint") == 1
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["ckpt-1.safetensors"]
+
+
 WAITS = """
 import sys, time
 

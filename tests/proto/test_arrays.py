@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgpack
 import numpy as np
@@ -64,6 +65,38 @@ def test_a_header_cannot_lie_about_its_frame(dtype: str, shape: list[int], nbyte
     assert view.nbytes == nbytes == got.arrays[0].nbytes
     assert view.shape == tuple(shape)
     assert view.dtype == np.dtype(dtype)
+
+
+def fits(name: object, shape: list[int], nbytes: int) -> bool:
+    """Whether so many bytes are an array of this dtype and shape, by NumPy's word and whole numbers alone."""
+    if name not in [*DTYPES, "U3", "S2"] or min(shape, default=0) < 0:
+        return False
+    if np.dtype(name).itemsize * math.prod(length or 1 for length in shape) >= 1 << 62:  # too large, even if empty
+        return False
+    return nbytes == np.dtype(name).itemsize * math.prod(shape)
+
+
+@pytest.mark.parametrize("count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_of_random_headers_only_those_are_accepted_that_say_what_is_there(count: int) -> None:
+    chance, accepted = random.Random(count), 0
+    names = [*DTYPES, "U3", "S2", "object", "O", "float128", "V8", "f4", "", "<i4", "U-1", None, 7]
+    for _ in range(count):
+        name = chance.choice(names)
+        shape = [chance.choice([0, 1, 2, 3, 5, -1, 1 << 31, 1 << 32, 1 << 63]) for _ in range(chance.randrange(4))]
+        if chance.random() < 0.5:
+            shape = [length if 0 <= length < 9 else 4 for length in shape]
+        size = np.dtype(name).itemsize * math.prod(shape) if name in names[: len(DTYPES) + 2] else 0
+        nbytes = size if 0 <= size < 4096 and chance.random() < 0.8 else chance.randrange(64)
+        try:
+            got = decode([msgpack.packb([Value.code, b"", [[Array.code, name, shape, {"frame": 0}]]]), bytes(nbytes)])
+        except (PeerProtocolError, OverflowError):
+            assert not fits(name, shape, nbytes), (name, shape, nbytes)
+        else:
+            assert fits(name, shape, nbytes), (name, shape, nbytes)
+            assert isinstance(got, Value)
+            assert frame_view(got.arrays[0]).shape == tuple(shape)
+            accepted += 1
+    assert count // 20 < accepted < count // 2
 
 
 @pytest.mark.parametrize("name", [*DTYPES, "U1", "U12", "S1", "S4096"])

@@ -63,6 +63,7 @@ class Automatic:
                 f"every_seconds must be a number of seconds above 0, or None, not {every_seconds!r}"
             )
         self._manager = weakref.ref(manager, self._leave)
+        self._process = os.getpid()
         self._every_steps = every_steps
         self._every_seconds = every_seconds
         # Before the script has restored, or has made a step, its state is worth nothing: it would hide a better one.
@@ -136,7 +137,7 @@ class Automatic:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, between any two of its instructions."""
         manager = self._manager()
-        if manager is None or not self._is_ready:
+        if manager is None or not self._is_ready or os.getpid() != self._process:  # a forked child saves nothing
             self._end()
             return
         if self._asked_at is None:

@@ -13,7 +13,7 @@ from central_storage.core.tensors.tensor import as_tensor
 from cs_proto.errors import InvalidArgumentError
 
 from .background import CheckpointOptions, Writer, is_async
-from .disk import SUFFIX
+from .disk import SUFFIX, anchored
 from .graph import (
     Walked,
     copies,
@@ -178,7 +178,7 @@ class Checkpoint(Walked):
         in_thread = is_async(options)
         self.sync()
         if in_thread:
-            self._writer.start(path, partial(replace, path, *copies(self._objects(), {})))
+            self._writer.start(path, partial(replace, anchored(path), *copies(self._objects(), {})))
         else:
             save(path, self._objects(), {})
         return path
@@ -271,7 +271,7 @@ class Checkpoint(Walked):
         it."""
         more = {"save_counter": count}
         if in_thread:
-            write = partial(replace, path, *copies(self._objects(), more))
+            write = partial(replace, anchored(path), *copies(self._objects(), more))
             self._start(path, count, lambda: (write(), (path, count))[1], then)
         else:
             save(path, self._objects(), more)

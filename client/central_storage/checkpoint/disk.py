@@ -22,6 +22,7 @@ __all__ = [
     "PART",
     "SMALL",
     "SUFFIX",
+    "anchored",
     "changed_at",
     "close",
     "create",
@@ -162,6 +163,11 @@ def names(directory: str) -> list[str]:
         return os.listdir(directory)
     except FileNotFoundError:
         return []
+
+
+def anchored(path: str) -> str:
+    """The same path, whatever the working directory will be. ``..`` stays, since what is before it may be a link."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def changed_at(path: str) -> float:

@@ -19,7 +19,7 @@ from . import disk
 from .automatic import Automatic
 from .background import CheckpointOptions, is_async
 from .checkpoint import Checkpoint
-from .disk import SUFFIX, changed_at
+from .disk import SUFFIX, anchored, changed_at
 from .failures import Failures, Policy
 from .graph import check, strategies_of
 
@@ -39,7 +39,8 @@ class CheckpointManager(Closed):
 
     Args:
         checkpoint: The checkpoint to save and restore.
-        directory: The directory of the files.
+        directory: The directory of the files. If the script changes its working directory later, a relative one stays
+            where it was.
         max_to_keep: The number of checkpoints to keep, from 1; None: all.
         keep_checkpoint_every_n_hours: A checkpoint that ``max_to_keep`` would delete is kept for good if it was saved
             at least this many hours after the last one that was kept, or after the first checkpoint. An empty file
@@ -62,9 +63,9 @@ class CheckpointManager(Closed):
             step if the manager saved by itself. Older checkpoints stay in each case.
 
     Raises:
-        InvalidArgumentError: A number is out of its range, ``checkpoint_name`` is not a name of a file,
-            ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never advances, or
-            ``if_save_fails`` is none of the three (a ValueError).
+        InvalidArgumentError: ``checkpoint`` is no Checkpoint, a number is out of its range, ``checkpoint_name`` is not
+            a name of a file, ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never
+            advances, or ``if_save_fails`` is none of the three (a ValueError).
         ContextError: ``on_sigterm`` outside the main thread (a RuntimeError).
 
     Examples:
@@ -110,8 +111,11 @@ class CheckpointManager(Closed):
                 f"keep_checkpoint_every_n_hours must be a number of hours above 0, or None, not {hours!r}"
             )
         _check_interval(checkpoint_interval, step_counter)
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidArgumentError(f"checkpoint must be a cs.train.Checkpoint, not {checkpoint!r:.80}")
         self._checkpoint = checkpoint
         self._directory = os.fspath(directory)
+        self._anchored = anchored(self._directory)
         self._max_to_keep = max_to_keep
         self._keep_every = None if hours is None else hours * 3600
         self._name = checkpoint_name
@@ -364,7 +368,7 @@ class CheckpointManager(Closed):
             return False
         with contextlib.suppress(FileExistsError):  # another manager was faster
             disk.create_empty(path + _KEPT)
-        disk.sync_directory(self._directory)  # otherwise a power failure may lose the mark, but not the deletion
+        disk.sync_directory(self._anchored)  # otherwise a power failure may lose the mark, but not the deletion
         return True
 
     def _step(self) -> int | None:
@@ -375,15 +379,15 @@ class CheckpointManager(Closed):
         return max([self._checkpoint._count, *numbers]) + 1  # noqa: SLF001
 
     def _paths(self) -> list[str]:
-        return [os.path.join(self._directory, name) for _, name in self._found()]
+        return [os.path.join(self._anchored, name) for _, name in self._found()]
 
     def _path_of(self, number: int) -> str:
-        return os.path.join(self._directory, f"{self._name}-{number}{SUFFIX}")
+        return os.path.join(self._anchored, f"{self._name}-{number}{SUFFIX}")
 
     def _found(self) -> list[tuple[int, str]]:
         pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(SUFFIX)}")
         return sorted(
-            (int(match[1]), name) for name in disk.names(self._directory) if (match := pattern.fullmatch(name))
+            (int(match[1]), name) for name in disk.names(self._anchored) if (match := pattern.fullmatch(name))
         )
 
     def __repr__(self) -> str:

@@ -42,6 +42,10 @@ _UNHEARD = 100
 # The longest sleep, in seconds, of a process that has mailboxes or peers that wait for admission: a doorbell could be
 # missed.
 _LONGEST_SLEEP = 1.0
+# After so many messages over the ROUTER that were dropped, the ROUTER is not heard for so many seconds: a peer that
+# sends nonsense without end keeps it in its own memory, and leaves the processors to those that compute.
+_DROPPED = 32
+_REST = 1e-3
 # With ``messages_first``, at most this many messages are received before a notice of the supervisor that arrived with
 # them.
 _BATCH = 64
@@ -133,6 +137,9 @@ class Channel:
         self._supervisor_speaks = False
         self._before_supervisor = 0
         self._next_look = 0.0
+        # How many messages over the ROUTER were dropped, and until when it is not heard; infinite: it is.
+        self._dropped = 0
+        self._rests_until = math.inf
         # The time of the next admission of peers; infinite before :meth:`admit`.
         self._next_admission = math.inf
 
@@ -307,6 +314,12 @@ class Channel:
             self._admission.resume()
         if self.mailboxes or (self._admission is not None and self._admission.is_full):
             timeout = min(timeout, _LONGEST_SLEEP)
+        if (left := self._rests_until - time.monotonic()) > 0.0:
+            timeout = min(timeout, left)
+        else:
+            assert self._router is not None
+            self._rests_until = math.inf
+            self._poller.register_socket(self._router)
         with self._while_asleep():
             ready = self._poller.poll(None if timeout == math.inf else max(0.0, timeout))
         self.mailboxes.awake(ready)
@@ -365,6 +378,17 @@ class Channel:
         self._strangers += 1
         if self._strangers & (self._strangers - 1) == 0:
             _log.warning("dropped messages of processes that the supervisor has not introduced: %d", self._strangers)
+        self._note_dropped()
+
+    def _note_dropped(self) -> None:
+        """A message over the ROUTER was none. The ROUTER rests if there were many."""
+        self._dropped += 1
+        if self._dropped % _DROPPED == 0 and self._rests_until == math.inf:
+            assert self._router is not None
+            self._rests_until = time.monotonic() + _REST
+            self._poller.unregister_socket(self._router)
+            if self._router in self._ready:
+                self._ready.remove(self._router)
 
     def _came(self, peer: bytes, parts: Sequence[Buffer]) -> None:
         """A message has come over ZeroMQ."""
@@ -378,6 +402,8 @@ class Channel:
             return None if record is None else Received(peer, record)
         record = self._read(peer, parts)
         if record is None:
+            if self._router is not None and peer not in self._dealers:
+                self._note_dropped()
             return None
         if isinstance(record, messages.MailboxAccepted) and peer in self._dealers:
             self.mailboxes.taken(peer, record)

@@ -67,22 +67,24 @@ class ServiceKeys:
     def read(cls, directory: str) -> Self:
         """The keys that :func:`make_keys` has made.
 
-        Raises ConfigurationError if a file is missing, is no key, or if others could read or replace the secret one.
+        Raises ConfigurationError if a file is missing, is no key, if others could read or replace the secret one, or if
+        they could write the key of a peer and so admit themselves.
         """
         directory = _own_directory(directory)
-        return cls(directory, *_pair(os.path.join(directory, _SERVICE + _SECRET)))
+        keys = cls(directory, *_pair(os.path.join(directory, _SERVICE + _SECRET)))
+        for role in _known(directory):
+            _check_public(keys._path(role))
+        return keys
 
     def role_of(self, key: bytes) -> str:
         """Which peer has this public key (40 characters of Z85), such as ``observer-ann`` or ``worker-n1``; "" if it is
         nobody's. A key that an observer and a worker have is the observer's. The directory is read anew, so a key that
-        is removed admits nobody from then on."""
+        is removed admits nobody from then on, nor does one that others may write."""
         try:
-            names = sorted(os.listdir(self.directory))
-        except OSError as error:
-            _log.warning("%s cannot be read (%s): nobody is admitted", self.directory, error.strerror)
+            known = _known(_own_directory(self.directory))
+        except (ConfigurationError, OSError) as error:
+            _log.warning("nobody is admitted: %s", error)
             return ""
-        roles = [name.removesuffix(_PUBLIC) for name in names if name.endswith(_PUBLIC)]
-        known = [role for role in roles if _is_of(_OBSERVER, role) or _is_of(_WORKER, role)]
         return next((role for role in known if key == _public_or_none(self._path(role))), "")
 
     def _path(self, role: str) -> str:
@@ -243,6 +245,7 @@ def write_public(directory: str, role: str, key: bytes) -> None:
         raise ConfigurationError(f"{key!r:.80} is no public key: {error}") from error
     draft = os.path.join(directory, f"{role}.draft")
     with open(draft, "w") as file:
+        os.fchmod(file.fileno(), 0o644)
         file.write(f'metadata\ncurve\n    public-key = "{key.decode()}"\n')
     os.replace(draft, os.path.join(directory, role + _PUBLIC))
 
@@ -265,7 +268,7 @@ def protect_client(socket: zmq.Socket[Any], keys: PeerKeys) -> None:
 
 def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
     """The host and the port of ``tcp://HOST:PORT``, where an IPv6 address stands in brackets. ``what`` names the option
-    in an error. Raises ConfigurationError, also for an address that means every network."""
+    in an error. Raises ConfigurationError, also for an address that means every network, or many machines."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None or int(found["port"]) > 65535:
         raise ConfigurationError(
@@ -276,6 +279,8 @@ def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
         raise ConfigurationError(
             f"{what} {endpoint} would mean every network of this machine: name the one address that others use"
         )
+    if _is_of_many(host):
+        raise ConfigurationError(f"{what} {endpoint} is a broadcast or multicast address: name that of one machine")
     return host, int(found["port"])
 
 
@@ -285,12 +290,22 @@ def is_every_network(host: str) -> bool:
     >>> [is_every_network(host) for host in ("0.0.0.0", "0", "0x0", "::", "::ffff:0.0.0.0", "*", "127.0.0.1", "host")]
     [True, True, True, True, True, True, False, False]
     """
+    return host == "*" or any(address.is_unspecified for address in _numeric(host))
+
+
+def _is_of_many(host: str) -> bool:
+    """Whether an address is that of many machines, where a socket can listen, but nobody reach it."""
+    return any(address.is_multicast or str(address) == "255.255.255.255" for address in _numeric(host))
+
+
+def _numeric(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The address that ``host`` is, however it is written; none if it is a name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError:
-        return host == "*"
+        return []
     addresses = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
-    return any((getattr(address, "ipv4_mapped", None) or address).is_unspecified for address in addresses)
+    return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
 
 
 def _make(directory: str, name: str) -> list[str]:
@@ -343,14 +358,33 @@ def _pair(path: str) -> tuple[bytes, bytes]:
 
 
 def read_public(path: str) -> bytes:
-    """The public key in a file. Raises ConfigurationError if there is none."""
+    """The public key in a file. Raises ConfigurationError if there is none, or if others may write it."""
+    _check_public(path)
     return _loaded(path)[0]
+
+
+def _known(directory: str) -> list[str]:
+    """The roles of all peers with a key in ``directory``. Raises OSError."""
+    roles = [name.removesuffix(_PUBLIC) for name in sorted(os.listdir(directory)) if name.endswith(_PUBLIC)]
+    return [role for role in roles if _is_of(_OBSERVER, role) or _is_of(_WORKER, role)]
+
+
+def _check_public(path: str) -> None:
+    """Raise ConfigurationError if others may write the file of a public key, and so say whom it stands for."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise ConfigurationError(f"the key {path} cannot be read: {error.strerror}") from error
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid in (0, os.geteuid())
+    if not is_ours or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigurationError(f"the key {path} must be a file of yours that others may not write (chmod 644)")
 
 
 def _public_or_none(path: str) -> bytes | None:
     try:
         return read_public(path)
-    except ConfigurationError:
+    except ConfigurationError as error:
+        _log.info("%s", error)
         return None
 
 

@@ -90,6 +90,31 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     assert manager.checkpoints == [first, second]
 
 
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    checkpoint = Checkpoint(w=cs.Variable(1.0))
+    manager = CheckpointManager(Checkpoint(w=cs.Variable(2.0)), "managed", 1)
+    begun = [manager.save(options=IN_THREAD), checkpoint.save("counted", options=IN_THREAD)]
+    monkeypatch.chdir(tmp_path / "second")
+    gate.opened.set()
+    manager.sync()
+    checkpoint.sync()
+    assert begun == [str(tmp_path / "first/managed/ckpt-1.safetensors"), "counted-1.safetensors"]
+    saved = manager.save()
+    monkeypatch.chdir(tmp_path / "first")
+    checkpoint.write("written", options=IN_THREAD)
+    monkeypatch.chdir(tmp_path / "second")
+    checkpoint.sync()
+    assert (manager.directory, manager.checkpoints) == ("managed", [saved])
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.safetensors"))] == [
+        "first/counted-1.safetensors",
+        "first/managed/ckpt-2.safetensors",
+        "first/written.safetensors",
+    ]
+
+
 def test_options_are_checked(tmp_path: Path) -> None:
     checkpoint = Checkpoint(w=cs.Variable(1.0))
     with pytest.raises(errors.InvalidArgumentError, match="options must be"):
@@ -97,6 +122,8 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="sync"):
         CheckpointOptions(experimental_write_callbacks=[print])  # type: ignore[arg-type]
     assert CheckpointOptions(experimental_enable_async_checkpoint=True).enable_async
+    with pytest.raises(errors.InvalidArgumentError, match="checkpoint must be"):
+        CheckpointManager(cs.Variable(1.0), tmp_path, 1)  # type: ignore[arg-type]
     wrong = [{"every_steps": 0}, {"every_seconds": 0.0}, {"every_seconds": "1"}, {"every_steps": True}]
     for arguments in wrong:
         with pytest.raises(errors.InvalidArgumentError, match=next(iter(arguments))):

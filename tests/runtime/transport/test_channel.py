@@ -149,6 +149,35 @@ def test_nobody_is_heard_before_the_supervisor_has_introduced_it(make: Make, cap
     assert world.hear()[:2] == (b"c2", record(50))
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_nonsense_without_end_leaves_time_for_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    monkeypatch.setattr(channel, "_DROPPED", 3)
+    monkeypatch.setattr(channel, "_REST", 3600.0)
+    world = make()
+    friend = world.let_in(b"c1")
+    came = [[b"c1" if is_known else b"a stranger", b"nonsense"]] * 5
+    real = channel.receive
+
+    def receive(*arguments: Any, **options: Any) -> list[zmq.Frame]:
+        return [zmq.Frame(part) for part in came.pop()] if came else real(*arguments, **options)
+
+    monkeypatch.setattr(channel, "receive", receive)
+    friend.send_multipart(parts(1))
+    world.until_there()
+    assert world.channel.receive(0.0) is None  # the socket rests, after three of them
+    assert len(came) == 2
+    world.tell(DIED)
+    assert world.hear()[:2] == (SUPERVISOR, DIED)  # and nothing else does
+    assert len(came) == 2
+    world.channel._rests_until = 0.0
+    assert world.hear()[:2] == (b"c1", record(1))
+    assert not came
+    friend.send_multipart(parts(2))
+    assert world.hear()[:2] == (b"c1", record(2))
+
+
 def test_a_peer_is_called_what_the_supervisor_says_and_not_what_it_says(make: Make) -> None:
     world = make()
     world.tell(replace(introduction(b"w1.2"), name=b"a secret"))

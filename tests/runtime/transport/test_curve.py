@@ -124,6 +124,41 @@ def test_keys_of_an_observer_that_are_refused(keys: str, change: Callable[[Path]
         ObserverKeys.read(keys)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.chmod(0o664),
+        lambda path: path.chmod(0o646),
+        lambda path: (path.unlink(), path.symlink_to("service.key")),
+        lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
+        pytest.param(
+            lambda path: os.chown(path, 65534, -1), marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+        ),
+    ],
+    ids=["group", "everybody", "link", "pipe", "owner"],
+)
+def test_a_public_key_that_others_may_write_admits_nobody(
+    keys: str, tmp_path: Path, change: Callable[[Path], Any]
+) -> None:
+    service, observer = ServiceKeys.read(keys), observer_of(keys, tmp_path)
+    assert service.role_of(observer.public) == "observer"
+    change(Path(keys, "observer.key"))
+    assert service.role_of(observer.public) == ""
+    with pytest.raises(ConfigurationError, match=r"observer\.key must be a file of yours that others may not write"):
+        ServiceKeys.read(keys)
+    change(tmp_path / "there-observer" / "service.key")
+    with pytest.raises(ConfigurationError, match=r"service\.key must be a file of yours that others may not write"):
+        ObserverKeys.read(str(tmp_path / "there-observer"))
+
+
+def test_a_directory_that_others_may_write_admits_nobody(keys: str, tmp_path: Path) -> None:
+    service, observer = ServiceKeys.read(keys), observer_of(keys, tmp_path)
+    Path(keys).chmod(0o777)
+    assert service.role_of(observer.public) == ""
+    Path(keys).chmod(0o700)
+    assert service.role_of(observer.public) == "observer"
+
+
 def worker_of(directory: str, tmp_path: Path, name: str) -> WorkerKeys:
     """The keys as they are copied to another machine."""
     there = tmp_path / f"there-{name}"
@@ -209,6 +244,7 @@ def test_addresses(endpoint: str) -> None:
     [
         *("tcp://*:5600", "tcp://0.0.0.0:5600", "tcp://[::]:5600", "tcp://127.0.0.1", "tcp://127.0.0.1:65536"),
         *("tcp://0:5600", "tcp://0x0:5600", "tcp://0.0:5600", "tcp://[0::0]:5600", "tcp://[::ffff:0.0.0.0]:5600"),
+        *("tcp://255.255.255.255:5600", "tcp://224.0.0.1:5600", "tcp://[ff02::1]:5600", "tcp://0xe0000001:5600"),
         *("127.0.0.1:5600", "ipc:///tmp/x", "tcp://127.0.0.1:5600/x", "tcp://:5600", "tcp://a b:1", "tcp://h:-1", ""),
     ],
 )
@@ -236,7 +272,11 @@ def test_a_worker_whose_key_was_made_elsewhere(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "service.key_secret").stat().st_mode) == 0o600
     assert read_public(str(tmp_path / "service.key")) == service.public
     (first, secret), (second, _) = key_pair(), key_pair()
-    write_public(str(tmp_path), "worker-3", first)
+    before = os.umask(0)
+    try:
+        write_public(str(tmp_path), "worker-3", first)
+    finally:
+        os.umask(before)
     assert service.role_of(first) == "worker-3"
     assert (service.role_of(secret), service.role_of(second)) == ("", "")
     write_public(str(tmp_path), "worker-3", second)
