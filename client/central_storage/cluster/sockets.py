@@ -16,7 +16,7 @@ from cs_proto.codec import BULK_LIMITS, Limits
 from cs_proto.records import Buffer
 from cs_runtime.transport.multipart import receive
 
-__all__ = ["Sockets", "Wire"]
+__all__ = ["Sockets", "Wire", "has_input"]
 
 # The pause before a DEALER connects again, in milliseconds: its peer may be starting.
 _RECONNECT = 10
@@ -24,6 +24,14 @@ _RECONNECT = 10
 _HANDSHAKE = 5000
 # What is being sent gets this long to leave when a socket is closed, in milliseconds.
 _LINGER = 100
+_POLLIN = int(zmq.POLLIN)  # arithmetic of ZeroMQ's flags takes longer
+
+
+def has_input(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message has come. To ask takes a third of the time in which ``recv`` raises that there is none."""
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & _POLLIN)
 
 
 class Wire:
@@ -42,10 +50,9 @@ class Wire:
 
     def take(self) -> list[Buffer] | None:
         """The parts of the next message; of a ROUTER behind the name of the sender. None if there is none."""
-        try:
-            frames = receive(self.socket, self._limits, zmq.NOBLOCK, is_routed=self._is_routed)
-        except zmq.Again:
+        if not has_input(self.socket):
             return None
+        frames = receive(self.socket, self._limits, zmq.NOBLOCK, is_routed=self._is_routed)
         headers = 1 + self._is_routed
         return [*(frame.bytes for frame in frames[:headers]), *(frame.buffer for frame in frames[headers:])]
 
