@@ -222,7 +222,7 @@ class Session:
 
 
 def _nbytes_of(piece: bytes | Frame) -> int:
-    return len(piece) if type(piece) is bytes else piece.nbytes
+    return piece.nbytes if isinstance(piece, Frame) else len(piece)
 
 
 def _bytes_of(part: Buffer) -> Buffer:
