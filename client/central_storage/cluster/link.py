@@ -39,6 +39,7 @@ from cs_runtime.transport.curve import WorkerKeys, check_endpoint, protect_clien
 from cs_runtime.transport.multipart import receive
 
 from .session import Item, Session
+from .sockets import has_input
 
 __all__ = ["Item", "Link", "Links", "Outcome", "WorkerLink"]
 
@@ -132,15 +133,13 @@ class _Connection:
 
     def state(self) -> Literal["", "cut", "refused"]:
         """What has become of it: nothing yet, it is cut, or the gateway does not admit the key."""
-        with suppress(zmq.Again):
+        if has_input(self.events):
             event = recv_monitor_message(self.events, zmq.NOBLOCK)["event"]
             return "refused" if event == _AUTHENTICATION_FAILED else "cut"
         return ""
 
     def has_input(self) -> bool:
-        events = self.socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        return bool(events & zmq.POLLIN)
+        return has_input(self.socket)
 
     def close(self, linger: int) -> None:
         self.socket.disable_monitor()
@@ -276,10 +275,9 @@ class Link(_End):
             self._next_attempt = now if is_quiet else now + _PAUSE
 
     def _receive(self, connection: _Connection, now: float) -> None:
-        with suppress(zmq.Again):
-            while True:
-                frames = receive(connection.socket, LIMITS, zmq.NOBLOCK)
-                self._hear(connection, decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], LIMITS), now)
+        while connection.has_input():
+            frames = receive(connection.socket, LIMITS, zmq.NOBLOCK)
+            self._hear(connection, decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], LIMITS), now)
 
     def _hear(self, connection: _Connection, record: Record, now: float) -> None:
         if isinstance(record, Refused):

@@ -4,8 +4,9 @@ At the service, which has the segments, a :class:`HeadMemory` lets the other mac
 here: its own arena and its own gradients. At the worker's machine a :class:`NodeMemory` has a segment of the same name
 and length for each that the worker maps, and gives it descriptors, as a supervisor does.
 
-Each piece that is read is a copy, so it can be sent again unchanged. Whatever lies outside a segment is refused with
-PeerProtocolError before a byte is written.
+A piece is a view of memory. The session copies it when it makes the envelope, which is before the one with the record
+that stands for it: nobody may change these bytes then, as on one machine nobody may before the record has been heeded.
+Whatever lies outside a segment is refused with PeerProtocolError before a byte is written.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class _Memory:
         self._taken: dict[str, list[tuple[int, int]]] = {}
 
     def pieces(self, ranges: Iterable[Range]) -> Iterator[Piece]:
-        """The present bytes of the ranges, in order, each copied when it is asked for. Raises PeerProtocolError if a
-        range ends behind its segment."""
+        """The bytes of the ranges, in order: views of the memory. Raises PeerProtocolError if a range ends behind its
+        segment."""
         for name, start, stop in ranges:
             mapping = self._mapped(name, start, stop)
             for first in range(start, stop, PIECE_NBYTES):
                 last = min(stop, first + PIECE_NBYTES)
-                yield Piece(name, mapping.nbytes, first, bytes(mapping.memory[first:last]))
+                yield Piece(name, mapping.nbytes, first, mapping.memory[first:last])
 
     def write(self, piece: Piece) -> None:
         """Write a piece that came over the link.

@@ -7,6 +7,7 @@ what they have heard, and send the rest again. This module has no socket and no 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -16,13 +17,16 @@ from cs_proto.frozen import frozen
 from cs_proto.messages import ITEM_ENDS, PART_ENDS, PART_GOES_ON, Envelope
 from cs_proto.records import Buffer, Frame
 
-__all__ = ["ENVELOPE_NBYTES", "MOST_UNHEARD", "Item", "Session"]
+__all__ = ["ENVELOPE_NBYTES", "HEARD_WITHIN", "MOST_UNHEARD", "Item", "Session"]
 
 #: The kind of an item, one byte, and its parts.
 Item = tuple[bytes, list[Buffer]]
 
 # Seconds after which an end that has nothing to say sends an empty envelope.
 _BEAT = 1.0
+#: Seconds in which an end says that a small envelope has arrived. What it sends meanwhile says it as well, which saves
+#: a message in most steps.
+HEARD_WITHIN = 0.02
 #: Bytes of the pieces of one envelope.
 ENVELOPE_NBYTES = 4 << 20
 #: Envelopes that are sent and not heard.
@@ -30,6 +34,8 @@ MOST_UNHEARD = 2
 
 # A part of at most this size is never cut, so the receiver needs no copy of it.
 _WHOLE_NBYTES = 1 << 20
+# That an envelope of more bytes has arrived is said at once, because the other end may have more of them.
+_SMALL_ENVELOPE_NBYTES = 64 << 10
 # Pieces of at most this size stand in the header, which costs less than a frame.
 _SMALL_NBYTES = 1024
 _MOST_PIECES = 4000
@@ -65,7 +71,8 @@ class Session:
         self._made = 0  # the number of the last envelope
         self._unheard: deque[_Sent] = deque()
         self._sent = 0  # so many of them have been sent over this connection
-        self._owes = False  # the other end has not been told what has arrived
+        self._told = 0  # the last envelope of which the other end was told that it has arrived
+        self._tells_at = math.inf  # when it is told of the others
         self._heard_at = self._sent_at = now
         self._part: list[Buffer] = []
         self._parts: list[Buffer] = []
@@ -91,16 +98,16 @@ class Session:
             yield self._message(envelope.number, envelope.ends, envelope.pieces)
             self._sent += 1
             self._has_sent(now)
-        if self._owes or now - self._sent_at >= self.beat:
+        if now >= self._next_sign():
             yield self.beat_message()
             self._has_sent(now)
 
     def due(self, now: float) -> float:
         """Seconds until :meth:`envelopes` has a message, if nothing is put and nothing is heard."""
         may_make = bool(self._queue) and len(self._unheard) < MOST_UNHEARD
-        if self._owes or may_make or self._sent < len(self._unheard):
+        if may_make or self._sent < len(self._unheard):
             return 0.0
-        return max(0.0, self._sent_at + self.beat - now)
+        return max(0.0, self._next_sign() - now)
 
     def hear(self, envelope: Envelope, now: float) -> list[Item]:
         """The items that are complete with this envelope, in order. An envelope that has arrived before has none.
@@ -112,12 +119,15 @@ class Session:
         self._forget(envelope.heard)
         if not envelope.number:
             return []
-        self._owes = True
         if envelope.number <= self.heard:
+            self._tells_at = now
             return []
         if envelope.number != self.heard + 1:
             raise PeerProtocolError(f"envelope {envelope.number} came after envelope {self.heard}")
         self.heard = envelope.number
+        is_small = sum(map(_nbytes_of, envelope.pieces)) <= _SMALL_ENVELOPE_NBYTES
+        may_come_more = self.heard - self._told < MOST_UNHEARD  # before the other end is told
+        self._tells_at = min(self._tells_at, now + HEARD_WITHIN) if is_small and may_come_more else now
         return list(self._items(envelope))
 
     def resume(self, heard: int, now: float) -> None:
@@ -132,7 +142,8 @@ class Session:
         self._sent = len(self._unheard)  # all of them may have arrived
         self._forget(heard)
         self._sent = 0
-        self._owes = False  # the message that continues the session says what has arrived
+        # The message that continues the session says what has arrived.
+        self._told, self._tells_at = self.heard, math.inf
 
     def beat_message(self) -> list[Buffer]:
         """An empty envelope: a sign of life, which says what has arrived."""
@@ -146,8 +157,12 @@ class Session:
         return encode(Envelope(self.name, number, self.heard, ends, pieces))
 
     def _has_sent(self, now: float) -> None:
-        self._owes = False
+        self._told, self._tells_at = self.heard, math.inf
         self._sent_at = now
+
+    def _next_sign(self) -> float:
+        """When an empty envelope is sent if nothing else is."""
+        return min(self._tells_at, self._sent_at + self.beat)
 
     def _make(self) -> bool:
         """Make the next envelope of what waits. False if there is nothing, or enough is under way."""
@@ -204,6 +219,10 @@ class Session:
                 if len(kind) != 1:
                     raise PeerProtocolError(f"an item whose kind has {len(kind)} bytes")
                 yield bytes(kind), parts
+
+
+def _nbytes_of(piece: bytes | Frame) -> int:
+    return piece.nbytes if isinstance(piece, Frame) else len(piece)
 
 
 def _bytes_of(part: Buffer) -> Buffer:

@@ -16,7 +16,7 @@ from cs_proto.codec import BULK_LIMITS, Limits
 from cs_proto.records import Buffer
 from cs_runtime.transport.multipart import receive
 
-__all__ = ["Sockets", "Wire"]
+__all__ = ["Sockets", "Wire", "has_input"]
 
 # The pause before a DEALER connects again, in milliseconds: its peer may be starting.
 _RECONNECT = 10
@@ -24,14 +24,22 @@ _RECONNECT = 10
 _HANDSHAKE = 5000
 # What is being sent gets this long to leave when a socket is closed, in milliseconds.
 _LINGER = 100
+_POLLIN = int(zmq.POLLIN)  # arithmetic of ZeroMQ's flags takes longer
+
+
+def has_input(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message has come. This takes a fifth of the time in which ``recv`` raises that there is none."""
+    return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
 
 
 class Wire:
     """One socket, whose messages are taken without waiting."""
 
-    def __init__(self, socket: zmq.Socket[bytes], limits: Limits, *, is_routed: bool) -> None:
-        """Take over ``socket``. Its messages must keep to ``limits``."""
+    def __init__(self, socket: zmq.Socket[bytes], inputs: zmq.Poller, limits: Limits, *, is_routed: bool) -> None:
+        """Take over ``socket``, which ``inputs`` polls until it is closed. Its messages must keep to ``limits``."""
         self.socket = socket
+        self._inputs = inputs
+        inputs.register(socket, zmq.POLLIN)
         self._limits = limits
         self._is_routed = is_routed
 
@@ -42,10 +50,9 @@ class Wire:
 
     def take(self) -> list[Buffer] | None:
         """The parts of the next message; of a ROUTER behind the name of the sender. None if there is none."""
-        try:
-            frames = receive(self.socket, self._limits, zmq.NOBLOCK, is_routed=self._is_routed)
-        except zmq.Again:
+        if not has_input(self.socket):
             return None
+        frames = receive(self.socket, self._limits, zmq.NOBLOCK, is_routed=self._is_routed)
         headers = 1 + self._is_routed
         return [*(frame.bytes for frame in frames[:headers]), *(frame.buffer for frame in frames[headers:])]
 
@@ -56,6 +63,8 @@ class Wire:
 
     def close(self) -> None:
         """Close the socket, and give what is unsent a moment. Idempotent."""
+        if self.socket in self._inputs:
+            self._inputs.unregister(self.socket)
         self.socket.close(linger=_LINGER)
 
 
@@ -69,11 +78,16 @@ class Sockets:
     def __init__(self, context: zmq.Context[Any] | None = None) -> None:
         """With ``context``, its owner closes the sockets and it."""
         self._context: zmq.Context[Any] = context or zmq.Context()
+        self._inputs = zmq.Poller()
         self._number = 0
+
+    def have_input(self) -> bool:
+        """Whether a message has come for any of them. This takes hardly longer than to ask one."""
+        return bool(self._inputs.poll(0))
 
     def router(self, endpoint: str, limits: Limits = BULK_LIMITS) -> Wire:
         """A ROUTER that listens at ``endpoint``. Raises OSError where nobody can listen there."""
-        made = Wire(self._made(zmq.ROUTER, limits), limits, is_routed=True)
+        made = Wire(self._made(zmq.ROUTER, limits), self._inputs, limits, is_routed=True)
         made.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
         path = endpoint.removeprefix("ipc://")
         self._number += 1
@@ -94,7 +108,7 @@ class Sockets:
     def dealer(self, endpoint: str, name: bytes, limits: Limits = BULK_LIMITS, unread: int = 0) -> Wire:
         """A DEALER that connects to ``endpoint`` by ``name``. At most ``unread`` messages that have come are kept for
         :meth:`Wire.take` (0: no limit)."""
-        made = Wire(self._made(zmq.DEALER, limits), limits, is_routed=False)
+        made = Wire(self._made(zmq.DEALER, limits), self._inputs, limits, is_routed=False)
         made.socket.setsockopt(zmq.RCVHWM, unread)
         made.socket.setsockopt(zmq.IDENTITY, name)
         made.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)

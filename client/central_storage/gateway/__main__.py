@@ -8,7 +8,7 @@ import socket
 
 from central_storage.cluster.passage import Passages
 from central_storage.diagnostics.logging_setup import dump_stacks_on_signal
-from cs_runtime import open_files
+from cs_runtime import heap, open_files
 from cs_runtime.transport.curve import ServiceKeys
 
 from .relay import Relay
@@ -31,8 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
     dump_stacks_on_signal()
     keys = ServiceKeys.read(options.keys)
     open_files.raise_limit()
-    if not options.workers:  # a training would wait for its own steps
-        os.nice(_NICENESS)
+    if options.workers:
+        heap.keep_freed_blocks()
+    else:
+        os.nice(_NICENESS)  # not with workers: a training would wait for its own steps
     listener = socket.socket(fileno=options.descriptor)
     with Relay(options.run_directory, keys, listener, options.return_timeout) as relay:
         passages = Passages(relay, options.run_directory)

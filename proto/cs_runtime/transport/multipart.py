@@ -18,7 +18,8 @@ def receive(socket: zmq.Socket[bytes], limits: Limits, flags: int = 0, *, is_rou
     parts = [socket.recv(flags, copy=False)]
     room = limits.message_nbytes - (0 if is_routed else len(parts[0]))
     most = limits.frames + 2 + is_routed
-    while socket.getsockopt(zmq.RCVMORE):
+    part = parts[0]
+    while part.more:
         part = socket.recv(copy=False)
         if room >= 0 and len(parts) < most:
             parts.append(part)

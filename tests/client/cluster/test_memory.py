@@ -9,8 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from central_storage.cluster import items
 from central_storage.cluster.memory import PIECE_NBYTES, HeadMemory, NodeMemory, Piece, writable_from
+from central_storage.cluster.session import Session
+from cs_proto.codec import decode
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError, PeerProtocolError
+from cs_proto.messages import Envelope
 from cs_runtime import machine
 from cs_runtime.shared_memory.mapping import Mapping
 
@@ -91,14 +95,30 @@ def test_what_the_worker_writes_comes_to_the_service(
     assert np.array_equal(service.mappings[name].elements("uint8"), found)
 
 
-def test_a_piece_is_a_copy_of_the_moment_at_which_it_is_asked_for(node: NodeMemory) -> None:
+def test_a_piece_is_copied_once_when_its_envelope_is_made(node: NodeMemory) -> None:
+    node.hold(ARENA, NBYTES)
+    sender, receiver = (Session(bytes(16), 0.0) for _ in range(2))
+    with in_worker(node, ARENA) as seen:
+        (piece,) = node.pieces([(ARENA, 0, 2)])
+        sender.put(items.MEMORY, items.parts_of(piece))
+        seen[0:2] = b"aa"
+        assert len(list(sender.envelopes(0.0))) == 1
+        seen[0:2] = b"bb"
+        sender.resume(0, 0.0)  # it was lost
+        (message,) = sender.envelopes(0.0)
+    record = decode(message)
+    assert isinstance(record, Envelope)
+    ((_, parts),) = receiver.hear(record, 0.0)
+    assert items.piece_of(parts) == Piece(ARENA, NBYTES, 0, b"aa")
+
+
+def test_a_piece_outlives_the_memory_of_its_worker(node: NodeMemory) -> None:
     node.hold(ARENA, NBYTES)
     with in_worker(node, ARENA) as seen:
-        pieces = node.pieces([(ARENA, 0, 2), (ARENA, 8, 10)])
-        seen[0:10] = b"a" * 10
-        first = next(pieces)
-        seen[0:10] = b"b" * 10
-        assert (first.data, next(pieces).data) == (b"aa", b"bb")
+        seen[0:2] = b"aa"
+        (piece,) = node.pieces([(ARENA, 0, 2)])
+    node.close()
+    assert piece.data == b"aa"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from central_storage.cluster import session
-from central_storage.cluster.session import ENVELOPE_NBYTES, MOST_UNHEARD, Item, Session
+from central_storage.cluster.session import ENVELOPE_NBYTES, HEARD_WITHIN, MOST_UNHEARD, Item, Session
 from cs_proto.codec import Limits, decode, encode
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import ITEM_ENDS, PART_ENDS, PART_GOES_ON, Envelope
@@ -87,6 +87,7 @@ class Pair:
             for end in (0, 1):
                 self.send(end, 9)
                 self.arrive(end, 9)
+            self.now += HEARD_WITHIN
         raise AssertionError("they do not settle")
 
 
@@ -227,21 +228,56 @@ def test_an_end_that_has_nothing_to_say_gives_signs_of_life() -> None:
     assert messages(other, 0.75) == []  # a sign of life wants none
 
 
-def test_what_has_arrived_is_said_at_once_and_once() -> None:
+def test_what_has_arrived_is_said_with_the_next_items() -> None:
     one, other = Session(NAME, 0.0), Session(NAME, 0.0)
     one.put(b"S", [b"x"])
     (message,) = messages(one)
     other.hear(envelope_of(message), 0.0)
-    assert other.due(0.0) == 0.0
-    (answer,) = messages(other)
-    assert envelope_of(answer) == Envelope(NAME, 0, 1, b"", ())
     assert messages(other) == []
+    other.put(b"S", [b"y"])
+    (answer,) = messages(other)
+    assert (envelope_of(answer).number, envelope_of(answer).heard) == (1, 1)
+    assert messages(other, HEARD_WITHIN) == []
     one.hear(envelope_of(answer), 0.0)
     assert one.waiting == 0
-    other.hear(envelope_of(message), 0.0)
-    other.put(b"S", [b"y"])
-    (answer,) = messages(other)  # with the next items, if there are some
-    assert (envelope_of(answer).number, envelope_of(answer).heard) == (1, 1)
+
+
+def heard_by(one: Session, other: Session, now: float) -> None:
+    for message in messages(one, now):
+        other.hear(envelope_of(message), now)
+
+
+def test_what_has_arrived_is_said_soon_and_once_if_there_are_no_items() -> None:
+    one, other = Session(NAME, 0.0), Session(NAME, 0.0)
+    one.put(b"S", [b"x"])
+    heard_by(one, other, 0.0)
+    assert other.due(0.0) == HEARD_WITHIN
+    assert messages(other, HEARD_WITHIN / 2) == []
+    (answer,) = messages(other, HEARD_WITHIN)
+    assert envelope_of(answer) == Envelope(NAME, 0, 1, b"", ())
+    assert messages(other, 0.5) == []
+    one.hear(envelope_of(answer), 0.5)
+    assert one.waiting == 0
+
+
+def test_what_has_arrived_is_said_at_once_if_the_other_end_may_wait_for_it() -> None:
+    one, other = Session(NAME, 0.0), Session(NAME, 0.0)
+    one.put(b"M", [bytes(65 << 10)])  # there may be more of that
+    heard_by(one, other, 0.0)
+    assert other.due(0.0) == 0.0
+    heard_by(other, one, 0.0)
+    assert one.waiting == 0
+    for number in range(MOST_UNHEARD):
+        one.put(b"S", [b"x"])
+        heard_by(one, other, 0.0)
+        assert (other.due(0.0) == 0.0) == (number == MOST_UNHEARD - 1)
+    heard_by(other, one, 0.0)
+    assert one.waiting == 0
+    one.put(b"S", [b"x"])
+    (message,) = messages(one)
+    for _ in range(2):  # it has come twice, because it was sent again
+        other.hear(envelope_of(message), 0.0)
+    assert other.due(0.0) == 0.0
 
 
 def holding(*pieces: bytes, ends: tuple[int, ...], number: int = 1, heard: int = 0) -> Envelope:
@@ -292,11 +328,12 @@ def test_an_envelope_of_the_most_pieces_keeps_to_the_limits() -> None:
     sender.put(b"C", parts)
     sender.put(b"C", [part + b"+" for part in parts])
     got: list[Item] = []
-    for _ in range(9):
-        for message in messages(sender):
-            got += receiver.hear(envelope_of(message), 0.0)  # decode refuses what exceeds the limits
-        for message in messages(receiver):
-            sender.hear(envelope_of(message), 0.0)
+    for number in range(9):
+        now = number * HEARD_WITHIN
+        for message in messages(sender, now):
+            got += receiver.hear(envelope_of(message), now)  # decode refuses what exceeds the limits
+        for message in messages(receiver, now):
+            sender.hear(envelope_of(message), now)
     assert sender.waiting == 0
     assert [len(parts) for _, parts in got] == [4000, 4000]
     assert got[0][1] == parts

@@ -201,6 +201,8 @@ class Node:
         now = self._now
         if now is None or self._server is None:
             return False
+        if not self._sockets.have_input():
+            return False
         has_spoken = False
         while (parts := self._server.take()) is not None:
             has_spoken = True

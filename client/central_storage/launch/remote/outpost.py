@@ -20,7 +20,7 @@ from cs_proto.codec import decode, encode
 from cs_proto.errors import CentralStorageError, ConfigurationError, Fenced, LaunchError, PeerProtocolError
 from cs_proto.messages import PROTOCOL, Join, Joined
 from cs_proto.records import Buffer
-from cs_runtime import open_files
+from cs_runtime import heap, open_files
 from cs_runtime.transport.curve import WorkerKeys
 
 from .launcher import WorkerLauncher
@@ -48,6 +48,7 @@ def hold(
     ConfigurationError if it does not admit the key.
     """
     open_files.raise_limit()
+    heap.keep_freed_blocks()
     return _Outpost(endpoint, keys, run_directory, command_of, start_timeout).run()
 
 
@@ -102,10 +103,9 @@ class _Outpost(WorkerLauncher):
         try:
             while (link := self._link) is not None:
                 link.turn()
-                received = link.received()
-                for kind, parts in received:
+                for kind, parts in link.received():
                     self._heard(kind, parts)
-                if not self._node.turn() and not received:
+                if not self._node.turn():
                     break
         except CentralStorageError as error:
             self._hang_up(error)
