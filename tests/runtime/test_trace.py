@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.rings import read
 
 import central_storage as cs
 from central_storage.timeline.rings import GAP, Moment, Ring
@@ -40,7 +41,7 @@ def test_moments_have_their_time_their_name_and_their_run() -> None:
     made = written(memory, "called", "returned")
     made.note("sent", (1 << 40) + 7)
     made.note("woken")
-    moments, lost = Ring(memory).read()
+    moments, lost = read(Ring(memory))
     assert not lost
     assert [(each.name, each.run) for each in moments] == [
         ("started", os.getpid()),
@@ -58,22 +59,22 @@ def test_nothing_is_noted_while_nobody_reads() -> None:
     made = written(memory, "called")
     made.note_span("forward", layout.BEGINS)
     ring = Ring(memory)
-    assert [each.name for each in ring.read()[0]] == ["started"]
+    assert [each.name for each in read(ring)[0]] == ["started"]
     words[layout.WATCHED] = 1
     made.note("returned", 2)
     words[layout.WATCHED] = 0
     made.note("sent", 2)
-    assert [each.name for each in ring.read()[0]] == ["returned"]
+    assert [each.name for each in read(ring)[0]] == ["returned"]
 
 
 def test_each_moment_is_read_once() -> None:
     memory = empty()
     made = written(memory)
     ring = Ring(memory, from_now=True)
-    assert ring.read() == ([], 0)
+    assert read(ring) == ([], 0)
     made.note("called", 3)
-    assert [each.name for each in ring.read()[0]] == ["called"]
-    assert ring.read() == ([], 0)
+    assert [each.name for each in read(ring)[0]] == ["called"]
+    assert read(ring) == ([], 0)
 
 
 def test_another_process_goes_on_where_one_was_killed() -> None:
@@ -82,18 +83,18 @@ def test_another_process_goes_on_where_one_was_killed() -> None:
     made.note_span("forward", layout.BEGINS)
     again = written(memory, "called", clock=count(50).__next__)
     again.note_span("backward", layout.BEGINS)
-    moments, _ = Ring(memory).read()
+    moments, _ = read(Ring(memory))
     assert [each.name for each in moments] == ["started", "called", "forward", "started", "called", "backward"]
 
 
 def test_a_ring_without_a_writer_is_empty_and_one_of_another_layout_is_refused() -> None:
     memory = empty()
     ring = Ring(memory)
-    assert ring.read() == ([], 0)
+    assert read(ring) == ([], 0)
     written(memory)
     memory.cast("Q")[layout.VERSION] = 99
     with pytest.raises(ConfigurationError, match="layout 99"):
-        ring.read()
+        read(ring)
 
 
 def test_what_was_overwritten_is_counted_and_leaves_a_gap() -> None:
@@ -102,7 +103,7 @@ def test_what_was_overwritten_is_counted_and_leaves_a_gap() -> None:
     ring = Ring(memory)
     for run in range(layout.CAPACITY + 10):
         made.note("sent", run)
-    moments, lost = ring.read()
+    moments, lost = read(ring)
     assert lost == 12  # with "started", and one that could be in the midst of being overwritten
     assert moments[0] == Moment(moments[1].when, GAP, 0)
     assert [each.run for each in moments[1:]] == list(range(11, layout.CAPACITY + 10))
@@ -114,7 +115,7 @@ def test_spans_have_names_until_the_table_is_full() -> None:
     for number in range(layout.MOST_NAMES + 20):
         made.note_span(f"span {number}", layout.BEGINS)
         made.note_span(f"span {number}", layout.ENDS)
-    spans = [each for each in Ring(memory).read()[0] if each.edge]
+    spans = [each for each in read(Ring(memory))[0] if each.edge]
     assert [each.edge for each in spans] == [1, -1] * (layout.MOST_NAMES + 20)
     names = [each.name for each in spans[::2]]
     kept = layout.MOST_NAMES - 1
@@ -142,7 +143,7 @@ def test_several_threads_lose_no_moment() -> None:
             each.join()
     finally:
         sys.setswitchinterval(before)
-    moments, lost = Ring(memory).read()
+    moments, lost = read(Ring(memory))
     assert not lost
     runs = [each.run for each in moments[1:]]
     assert [runs.count(thread) for thread in range(1, 5)] == [10_000] * 4
@@ -189,11 +190,11 @@ def test_no_reader_sees_a_torn_moment(before: int, notes: int, pauses: list[int]
         seen: list[Moment] = []
         lost = 0
         while stores.waiting:
-            moments, missing = ring.read()
+            moments, missing = read(ring)
             seen += moments
             lost += missing
             stores.store(1)
-        moments, missing = ring.read()
+        moments, missing = read(ring)
     seen, lost = seen + moments, lost + missing
     noted = [each for each in seen if each.name != GAP]
     assert all(each.when == each.run for each in noted if each.name == "sent")
@@ -256,7 +257,7 @@ def test_a_reader_beside_a_writer_sees_whole_moments() -> None:
             lost, is_over = 0, False
             while not is_over:
                 is_over = writer.poll() is not None
-                moments, missing = ring.read()
+                moments, missing = read(ring)
                 seen, lost = seen + moments[-1000:], lost + missing
                 assert all(each.when - 1 == each.run for each in moments if each.name == "sent")
         del ring, moments
@@ -290,7 +291,7 @@ def test_spans_are_noted_in_the_rings_of_all_services() -> None:
     first.detach()
     with cs.span("nobody sees it"):
         pass
-    named = [[each.name for each in Ring(ring).read()[0][1:]] for ring in rings]
+    named = [[each.name for each in read(Ring(ring))[0][1:]] for ring in rings]
     assert named == [["forward", "forward", "backward", "backward"], ["forward"]]
 
 
@@ -302,7 +303,7 @@ def test_nothing_is_noted_without_a_ring_or_where_it_is_switched_off(monkeypatch
     made.attach(memory)
     made.detach()
     made.note("called")
-    assert [each.name for each in Ring(memory).read()[0]] == ["started"]
+    assert [each.name for each in read(Ring(memory))[0]] == ["started"]
     assert trace.is_on()
     monkeypatch.setenv("CS_TIMES", "off")
     assert not trace.is_on()
@@ -327,7 +328,7 @@ def test_names_that_begin_alike_are_one_also_for_the_next_process() -> None:
     second = written(memory)
     for name in ("new", long + "c", "short"):
         second.note_span(name, layout.BEGINS)
-    assert [each.name for each in Ring(memory).read()[0]] == [
+    assert [each.name for each in read(Ring(memory))[0]] == [
         *("started", long, long, "short"),
         *("started", "new", long, "short"),
     ]

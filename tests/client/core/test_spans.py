@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.harness.rings import read
 
 import central_storage as cs
 from central_storage.timeline.rings import Ring, spans
@@ -30,7 +31,7 @@ def test_spans_are_noted_also_where_the_block_raises(ring: Ring) -> None:
             pass
         with pytest.raises(ZeroDivisionError), cs.span("raises"):
             _ = 1 / 0
-    moments, _ = ring.read()
+    moments, _ = read(ring)
     assert [(each.name, each.edge) for each in moments[1:]] == [
         ("outer", 1),
         ("again", 1),
@@ -55,7 +56,7 @@ def test_a_span_that_begins_before_the_service_is_left_out() -> None:
     with cs.span("early"):
         made.attach(memory)
     made.detach()
-    assert not spans(Ring(memory).read()[0])
+    assert not spans(read(Ring(memory))[0])
 
 
 @pytest.mark.parametrize("name", ["", b"forward", None, 3])
