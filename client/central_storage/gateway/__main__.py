@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.nice(_NICENESS)
     listener = socket.socket(fileno=options.descriptor)
     with Relay(options.run_directory, keys, listener, options.return_timeout) as relay:
-        passages = Passages(relay, options.run_directory)
+        passages = Passages(relay, options.run_directory, keys.places_of)
         while True:
             relay.turn()
             passages.turn()
