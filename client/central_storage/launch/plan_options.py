@@ -111,6 +111,8 @@ def _places(options: argparse.Namespace) -> dict[str, Any]:
         return {"nodes": placed.ids, "addresses": placed.nodes, "head": placed.address, "cluster": str(placed)}
     if options.serve is not None:
         head = (urlsplit(options.listen).hostname or "") if options.listen else ""
-        machines = [f"machine {number}" for number in range(1, options.serve + 1)]
-        return {"nodes": machines, "addresses": ["elsewhere"] * options.serve, "head": head, "cluster": ""}
+        per_node = options.workers_per_node or 1
+        machines = [f"machine {1 + worker // per_node}" for worker in range(options.serve)]
+        found = {"nodes": machines, "addresses": ["elsewhere"] * options.serve, "head": head, "cluster": ""}
+        return found | {"is_shared": per_node > 1}
     return {"nodes": [], "addresses": [], "head": "", "cluster": ""}
