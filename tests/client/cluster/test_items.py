@@ -1,4 +1,4 @@
-"""Pieces of memory as items: they come back as they were, and nothing else is taken for one. Each item is of a worker."""
+"""Pieces of memory as items: they come back as they were, and nothing else is taken for one. An item has a worker."""
 
 from __future__ import annotations
 

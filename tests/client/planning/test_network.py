@@ -52,8 +52,8 @@ def test_workers_of_a_node_may_share_a_copy() -> None:
         "10.0.0.4 (head)  script, server, gateway         1.5 GB",
         "10.0.0.5         2 workers                       302 MB",
         "each node: a copy of the variables (100 MB), and of each worker its gradients (100 MB) and its arguments",
-        "a step sends each node 100 MB of variables, each worker 1.0 MB of arguments, and takes 100 MB of gradients from "
-        "each worker",
+        "a step sends each node 100 MB of variables, each worker 1.0 MB of arguments, and takes 100 MB of gradients "
+        "from each worker",
         "through the network card of the head: 408 MB out, 800 MB in; the workers of a node share its copy",
     ):
         assert line in text
