@@ -10,7 +10,8 @@ nothing. Measured steps took longer. All replicas are counted as if they ran on 
 
 There is one process with the variables. The workers of one ``cs-launch --join`` have a link and a copy of the variables
 together, so V travels once to every node, and once back from every worker. With ``--ray``, each worker has a link and a
-copy of its own, so M is N there. All links end in one process at the head, whose messages one thread encrypts.
+copy of its own, so M is N there, unless ``--workers-per-node`` is given. All links end in one process at the head,
+whose messages one thread encrypts.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _commands(
     devices: str | None, chosen: Sequence[str], run_directories: Sequence[str]
 ) -> list[Callable[[Joined], Command]]:
     """What starts the worker that was assigned, for each of the ``chosen`` devices and its run directory."""
-    is_any = devices is None or devices.strip().lower() == "auto"
+    is_any = devices is None or devices.strip().lower() == "auto" or devices.strip().isdecimal()
     here, path = machine(), python_path(os.environ)
 
     def command_of(own: str, run_directory: str, joined: Joined) -> Command:
