@@ -89,6 +89,41 @@ def test_workers_of_one_machine_map_the_same_variables_and_nothing_else_together
     ends_well(machines, [outpost], {"dense": alone["dense"]})
 
 
+SENT = """
+import numpy as np
+
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy(start_timeout=120)
+with strategy.scope():
+    w = cs.Variable(np.zeros(500_000, np.float32))
+    sgd = cs.optimizers.SGD(1.0)
+
+@cs.function
+def step():
+    sgd.apply_gradients([(np.asarray(w) * 0 - 1, w)])
+
+for _ in range(10):
+    strategy.run(step)
+print("w", *set(w.numpy()), flush=True)
+"""
+
+
+def test_variables_travel_once_to_a_machine_and_gradients_from_each_worker(
+    stack: ExitStack, keys: Path, tmp_path: Path
+) -> None:
+    program, carried = tmp_path / "sent.py", dict[str, int]()
+    program.write_text(SENT)
+    machines = Machines(stack, keys, program)
+    with proxied(machines.address, carried=carried) as (address, _, _):
+        outpost = both(machines, address)
+        assert machines.head.wait(unit(60)).ok().lines[-1] == "w 20.0"
+        outpost.wait().ok()
+    nbytes = 500_000 * 4
+    assert 9 * nbytes < carried["down"] < 13 * nbytes, carried
+    assert 20 * nbytes < carried["up"] < 23 * nbytes, carried
+
+
 def test_three_workers_on_two_machines(stack: ExitStack, keys: Path, program: Path) -> None:
     """The machine with one worker joins first, so places and ranks differ."""
     parts = "dense,rows,points,lifetimes"
