@@ -12,10 +12,11 @@ __all__ = ["proxied"]
 
 @contextmanager
 def proxied(
-    address: str, source: str = "127.0.0.1"
+    address: str, source: str = "127.0.0.1", carried: dict[str, int] | None = None
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[bool], None]]]:
     """An address whose connections lead to ``address``, where they come from ``source``; what cuts them; and what holds
-    all bytes back while true."""
+    all bytes back while true. ``carried`` gets the bytes that have passed, ``up`` to ``address`` and ``down`` from
+    it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
     links: list[socket.socket] = []
@@ -23,11 +24,13 @@ def proxied(
     flows = threading.Event()
     flows.set()
 
-    def pump(source: socket.socket, sink: socket.socket) -> None:
+    def pump(source: socket.socket, sink: socket.socket, way: str) -> None:
         with suppress(OSError):
             while piece := source.recv(65536):
                 flows.wait()
                 sink.sendall(piece)
+                if carried is not None:  # one thread for each way of the only connection
+                    carried[way] = carried.get(way, 0) + len(piece)
         for each in (source, sink):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -42,8 +45,8 @@ def proxied(
                     near.close()
                     continue
                 links.extend((near, far))
-                for pair in ((near, far), (far, near)):
-                    threads.append(threading.Thread(target=pump, args=pair))
+                for each in ((near, far, "up"), (far, near, "down")):
+                    threads.append(threading.Thread(target=pump, args=each))
                     threads[-1].start()
 
     def cut() -> None:

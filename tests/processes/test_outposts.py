@@ -290,10 +290,11 @@ class Machines:
         options: tuple[str, ...] = (),
         launchers: Sequence[tuple[str, ...]] = (("cs-launch",),) * 3,
         host: str = "127.0.0.1",
+        workers: int = 2,
     ) -> None:
         self._stack, self._keys, self._launchers = stack, keys, launchers
         self.places = [stack.enter_context(tempfile.TemporaryDirectory(prefix=f"m{n}-", dir="/tmp")) for n in range(3)]
-        serve = ("--serve", "2", "--listen", f"tcp://{host}:0", "--keys", keys / "service")
+        serve = ("--serve", str(workers), "--listen", f"tcp://{host}:0", "--keys", keys / "service")
         command = (*launchers[0], *options, *serve)
         self.head = stack.enter_context(start(*command, *words, environment=self._environment(0)))
         self.address = self.head.wait_for(r"observers on (tcp://[\d.]+:\d+)", stream="err")[1]
@@ -666,7 +667,7 @@ def test_a_service_that_runs_its_own_workers_takes_none_and_no_other_version(
         (["--join", "tcp://127.0.0.1:0", "--keys", "A"], "names no port"),
         (["--join", "tcp://127.0.0.1", "--keys", "A"], "must be tcp://ADDRESS:PORT"),
         (["--join", "train.py"], "--join takes no script"),
-        (["--join", "tcp://127.0.0.1:5600", "--keys", "A", "--devices", "cpu:0,cpu:1"], "--join runs one worker"),
+        (["--join", "--run-dir", "/nowhere", "--devices", "cpu:0,cpu:1"], "--join runs one worker here"),
         (["--serve", "2", "train.py"], "--serve takes no script"),
     ],
 )

@@ -42,6 +42,10 @@ def outposts(cluster: Running) -> list[psutil.Process]:
     return [process for process in cluster.child.processes() if "central_storage.ray.node" in process.cmdline()]
 
 
+def workers_of(launcher: psutil.Process) -> list[psutil.Process]:
+    return [each for each in launcher.children() if "cs_worker" in each.cmdline()]
+
+
 @contextmanager
 def stopped_training(cluster: Running, *steps: int) -> Iterator[tuple[Child, list[psutil.Process]]]:
     """A training on the cluster that has stopped after the first of these steps, and the launchers of its workers."""
@@ -76,11 +80,33 @@ def test_pretend_nodes_of_its_own(bits: str) -> None:
     assert run_directories() == []
 
 
+def test_workers_of_a_node_have_one_launcher(cluster: Running, bits: str) -> None:
+    """They share a copy of the variables; a worker that dies is replaced alone, and a launcher with its workers."""
+    options = ("--ray", "auto", "--max-restarts", "9", "--workers", "3", "--workers-per-node", "2")
+    command = ("cs-launch", *options, HERE / "placed.py", "2", "5")
+    with start(*command, environment=cluster.environment) as training:
+        training.wait_for("^stopped 2 ", unit(120))
+        found = {len(workers_of(each)): each for each in outposts(cluster)}
+        assert sorted(found) == [1, 2]
+        victim, other = workers_of(found[2])
+        victim.kill()
+        training.wait_for(r"worker w\d \(pid \d+ [^)]+\) ended by SIGKILL", unit(60), "err")
+        go_on(training, 2)
+        training.wait_for("^stopped 5 ", unit(120))
+        assert other.is_running()
+        found[2].kill()
+        training.wait_for(r"worker-\d on 127.0.0.1 ended by exit code -9.*; it is placed again", unit(60), "err")
+        go_on(training, 5)
+        ended = ends_well(training, cluster)
+    assert digest(ended) == bits
+    assert "with 3 nodes: 3 workers on 127.0.0.1" in ended.err
+
+
 def test_workers_that_die_are_placed_again(cluster: Running, bits: str) -> None:
     """A worker, which starts again where it was; a launcher on a node, then an actor; then the placer, and with it all
     workers."""
     with stopped_training(cluster, 2, 4, 7, 9) as (training, [launcher, *_]):
-        [worker] = [each for each in launcher.children() if "cs_worker" in each.cmdline()]
+        [worker] = workers_of(launcher)
         worker.kill()
         training.wait_for(r"worker w\d \(pid \d+ [^)]+\) ended by SIGKILL", unit(60), "err")
         go_on(training, 2)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from central_storage.launch.placement import Request
-from central_storage.ray.host import _gpus
+from central_storage.ray.host import _devices, _threads
 from central_storage.ray.placer import _asks_for_a_token, _Keys, _Placing, _Seat
 from cs_proto.errors import LaunchError
 
@@ -31,8 +31,20 @@ def test_a_node_asks_for_a_token(mode: str, version: str, asks: bool) -> None:
     assert _asks_for_a_token(mode, version) == asks
 
 
-def test_the_gpus_of_an_actor_are_one_device_of_its_worker() -> None:
-    assert [_gpus(count) for count in range(3)] == ["", "gpu:0", "gpu:0+gpu:1"]
+def test_the_gpus_of_an_actor_are_those_of_its_workers() -> None:
+    assert [_devices(count, 1) for count in range(3)] == ["1", "gpu:0", "gpu:0+gpu:1"]
+    assert [_devices(count, 2) for count in (0, 2, 4)] == ["2", "gpu:0,gpu:1", "gpu:0+gpu:1,gpu:2+gpu:3"]
+
+
+def test_the_threads_that_ray_gives_an_actor_are_divided_among_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a worker has as many as with an actor of its own, and the same bits."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert _threads(8.0, 4) == {"OMP_NUM_THREADS": "2"}
+    assert _threads(8.0, 16) == {"OMP_NUM_THREADS": "1"}
+    assert _threads(8.0, 1) == {}
+    assert _threads(6.0, 3) == {}  # the user has said it
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert _threads(8.0, 4) == {}
 
 
 @pytest.fixture
@@ -44,7 +56,7 @@ def check() -> Check:
         here, there = socket.socketpair()
         with here, there:
             placing = _Placing(request, _Keys("", ""), address, here, 0.0)
-            placing._check_token([_Seat(0, None, "key", of_worker, mode, "node")])
+            placing._check_token([_Seat(0, 1, None, "key", of_worker, mode, "node")])
 
     return checked
 

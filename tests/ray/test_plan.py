@@ -47,6 +47,13 @@ def test_a_plan_asks_ray_for_the_places_and_gives_them_back(cluster: Running, sc
     assert "'worker': ['127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1']" in ended.err
 
 
+def test_a_plan_counts_one_copy_for_the_workers_of_a_node(cluster: Running, script: Path) -> None:
+    options = ("--ray", "auto", "--workers", "4", "--workers-per-node", "2", "--plan")
+    ended = run("cs-launch", *options, script, environment=cluster.environment, timeout=unit(120)).ok()
+    assert ended.lines[0] == "plan: 4 workers on 2 nodes, variables on cpu:0 of 127.0.0.1"
+    assert "8.0 MB out, 16 MB in; the workers of a node share its copy" in ended.out
+
+
 def test_what_ray_lacks_is_an_error_of_the_plan(cluster: Running, script: Path) -> None:
     options = ("--ray", "auto", "--workers", "7", "--plan", "--start-timeout", "3")
     ended = run("cs-launch", *options, script, environment=cluster.environment, timeout=unit(60))

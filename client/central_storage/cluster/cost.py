@@ -8,8 +8,9 @@ bytes of table rows that one replica looks up and updates, and B is the rate of 
 direction. Parts of a step follow each other, so a time is a sum: computation in the replicas comes on top, and hides
 nothing. Measured steps took longer. All replicas are counted as if they ran on other machines than the variables.
 
-There is one process with the variables, and each worker has a link and a mirror of its own. So V travels once to every
-worker, also if several are on one node, and once back from every worker. All links end in one process at the head,
+There is one process with the variables. The workers of one ``cs-launch --join`` have a link and a copy of the variables
+together, so V travels once to every node, and once back from every worker. With ``--ray``, each worker has a link and a
+copy of its own, so M is N there, unless ``--workers-per-node`` is given. All links end in one process at the head,
 whose messages one thread encrypts.
 """
 
@@ -101,16 +102,18 @@ def control(replicas: int) -> float:
     return CONTROL + RELAYS + CONTROL_REPLICA * replicas
 
 
-def dense(replicas: int, nbytes: float, rate: float) -> Cost:
+def dense(replicas: int, nbytes: float, rate: float, copies: int | None = None) -> Cost:
     """A step that changes ``nbytes`` (V) of dense variables at a ``rate`` of :func:`sealed_rate`, as it is built.
+    ``copies`` is M, the number of nodes that have a copy of the variables; None: each replica has one.
 
-    network (N + N) * V / B: V comes from every worker, and V goes to every worker. The sum in replica order gives the
+    network (M + N) * V / B: V goes to every node, and V comes from every replica. The sum in replica order gives the
     bits of one machine. update (0.154 + 0.046 * N) ms/MB * V.
 
-    >>> f"{dense(2, 16e6, sealed_rate(1e9)).network:.3f}"
-    '0.512'
+    >>> [f"{dense(8, 16e6, sealed_rate(1e9), nodes).network:.3f}" for nodes in (8, 2, 1)]
+    ['2.048', '1.280', '1.152']
     """
-    return Cost(2 * replicas * nbytes / rate, (UPDATE + UPDATE_REPLICA * replicas) * nbytes, control(replicas))
+    travels = ((replicas if copies is None else copies) + replicas) * nbytes
+    return Cost(travels / rate, (UPDATE + UPDATE_REPLICA * replicas) * nbytes, control(replicas))
 
 
 def rows(replicas: int, nbytes: float, rate: float) -> Cost:
@@ -154,15 +157,17 @@ def all_to_all(nodes: int, per_node: int, nbytes: float, rate: float) -> Cost:
     return Cost(network, ROWS * per_node * nbytes)
 
 
-def ring_is_better_from(nbytes: float, bits: float, per_node: int = 1, most: int = 1024) -> int | None:
+def ring_is_better_from(
+    nbytes: float, bits: float, per_node: int = 1, most: int = 1024, *, is_shared: bool = True
+) -> int | None:
     """The smallest number of nodes, from 2 on, at which :func:`ring` takes less time than :func:`dense`; None if there
-    is none up to ``most`` nodes.
+    is none up to ``most`` nodes. ``is_shared``: the replicas of a node share a copy of the variables.
 
     >>> ring_is_better_from(100e6, 10e9)
     2
     """
     for nodes in range(2, most + 1):
-        central = dense(nodes * per_node, nbytes, sealed_rate(bits)).total
+        central = dense(nodes * per_node, nbytes, sealed_rate(bits), nodes if is_shared else None).total
         if ring(nodes, per_node, nbytes, plain_rate(bits)).total < central:
             return nodes
     return None

@@ -400,8 +400,10 @@ class Links:
             else:
                 self._send(identity, encode(Refused(0, error_of(error))))
 
-    def turn(self, now: float) -> None:
-        """Send what was put, and end the sessions of which nothing was heard for too long."""
+    def turn(self, now: float) -> bool:
+        """Send what was put, and end the sessions of which nothing was heard for too long. Returns whether a session is
+        over since the last call."""
+        before = len(self._links)
         for link in list(self._links.values()):
             if link.session.silence(now) >= self._return_timeout:
                 link.close(NoAnswerError(f"nothing was heard from {link.role} for {self._return_timeout:g} s"))
@@ -409,6 +411,7 @@ class Links:
                 self._remove(link, link.reason)
             elif link.identity:
                 self._flush(link, now)
+        return len(self._links) < before
 
     def timeout(self, now: float) -> float | None:
         """Seconds until :meth:`turn` has something to do; None if nothing is to come."""

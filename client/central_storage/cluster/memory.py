@@ -2,7 +2,8 @@
 
 At the service, which has the segments, a :class:`HeadMemory` lets the other machine write what its worker may write
 here: its own arena and its own gradients. At the worker's machine a :class:`NodeMemory` has a segment of the same name
-and length for each that the worker maps, and gives it descriptors, as a supervisor does.
+and length for each that the worker maps, and gives it descriptors, as a supervisor does. All workers of a machine share
+one that has the dense variables (:func:`is_shared`), and each has one of its own for the rest.
 
 A piece is a view of memory. The session copies it when it makes the envelope, which is before the one with the record
 that stands for it: nobody may change these bytes then, as on one machine nobody may before the record has been heeded.
@@ -27,7 +28,7 @@ from cs_runtime.shared_memory.mapping import Mapping
 
 from .ranges import Range, comes_down
 
-__all__ = ["PIECE_NBYTES", "HeadMemory", "NodeMemory", "Piece", "writable_from"]
+__all__ = ["PIECE_NBYTES", "HeadMemory", "NodeMemory", "Piece", "is_shared", "writable_from"]
 
 #: The most bytes of a piece.
 PIECE_NBYTES = 1 << 20
@@ -52,11 +53,21 @@ def writable_from(replica: int) -> re.Pattern[str]:
     return re.compile(rf"arena/{replica}|gradients/{replica}/[01]/[a-z0-9]+")
 
 
+def is_shared(segment: str) -> bool:
+    """Whether the workers of one machine share this segment there: it has dense variables, or the words that count
+    their changes.
+
+    >>> [is_shared(name) for name in ("parameters/float32", "versions", "arena/1", "inputs", "slots/1/m/float32")]
+    [True, True, False, False, False]
+    """
+    return segment == segment_names.versions() or (segment.startswith("parameters/") and comes_down(segment))
+
+
 class _Memory:
     """Segments that are read and written by range."""
 
-    def __init__(self, replica: int) -> None:
-        self._replica = replica
+    def __init__(self, whose: str) -> None:
+        self._whose = whose
         # The pages that have been written, by segment. They take memory already.
         self._taken: dict[str, list[tuple[int, int]]] = {}
 
@@ -77,11 +88,11 @@ class _Memory:
         """
         name, start, stop = piece.segment, piece.offset, piece.offset + len(piece.data)
         if not self._may_write(name):
-            raise PeerProtocolError(f"the other end of the link of worker {self._replica} may not write {name!r:.120}")
+            raise PeerProtocolError(f"the other end of the link of {self._whose} may not write {name!r:.120}")
         self._prepare(piece)
         mapping = self._mapped(name, start, stop)
         if not mapping.writable:
-            raise PeerProtocolError(f"segment {name} of worker {self._replica} cannot be written here")
+            raise PeerProtocolError(f"segment {name} of {self._whose} cannot be written here")
         self._take(mapping, start, stop)
         mapping.memory[start:stop] = piece.data
 
@@ -108,7 +119,7 @@ class _Memory:
         taken = self._taken.get(name, [])
         missing = without([pages], taken)
         for first, last in missing:  # all are checked, because another machine could send small pieces for ever
-            what = f"what the link of worker {self._replica} brings to {name} needs"
+            what = f"what the link of {self._whose} brings to {name} needs"
             mapping.take(first, last, what, is_checked=True)
         if missing:
             self._taken[name] = merged([*taken, pages])
@@ -119,7 +130,7 @@ class HeadMemory(_Memory):
 
     def __init__(self, replica: int, open_segment: Callable[[str, int], Mapping]) -> None:
         """``open_segment`` maps a segment with the rights of that worker, at least up to a byte if it is that long."""
-        super().__init__(replica)
+        super().__init__(f"worker {replica}")
         self._open_segment = open_segment
         self._writable = writable_from(replica)
 
@@ -131,11 +142,12 @@ class HeadMemory(_Memory):
 
 
 class NodeMemory(_Memory):
-    """The memory of one worker on this machine: anonymous memory of the kernel under the names of segments. It is
-    sealed, so that it never becomes shorter."""
+    """Memory of one worker on this machine, or of all of them: anonymous memory of the kernel under the names of
+    segments. It is sealed, so that it never becomes shorter."""
 
-    def __init__(self, replica: int) -> None:
-        super().__init__(replica)
+    def __init__(self, whose: str) -> None:
+        """``whose`` memory it is, for messages: ``worker 1``."""
+        super().__init__(whose)
         self._descriptors: dict[str, int] = {}
         self._mappings: dict[str, Mapping] = {}
 
@@ -166,7 +178,7 @@ class NodeMemory(_Memory):
         return self._held(name).nbytes
 
     def descriptor(self, name: str, *, writable: bool) -> int:
-        """A descriptor of a segment, for the worker. The caller closes it. Raises InvalidArgumentError if there is none
+        """A descriptor of a segment, for a worker. The caller closes it. Raises InvalidArgumentError if there is none
         of this name, OSError if the process has no descriptors left."""
         self._held(name)
         if writable:
@@ -174,7 +186,7 @@ class NodeMemory(_Memory):
         return os.open(f"/proc/self/fd/{self._descriptors[name]}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Release the memory; what the worker maps stays while it does. Idempotent."""
+        """Release the memory; what workers map stays while they do. Idempotent, and may be filled anew."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -190,7 +202,7 @@ class NodeMemory(_Memory):
     def _open(self, name: str, stop: int) -> Mapping:
         mapping = self._mappings.get(name)
         if mapping is None:
-            raise PeerProtocolError(f"worker {self._replica} names segment {name}, which it has not opened")
+            raise PeerProtocolError(f"{self._whose} names segment {name}, which it has not opened")
         return mapping
 
     def _held(self, name: str) -> Mapping:

@@ -1,8 +1,13 @@
-"""Which variables a worker on another machine has as they are here.
+"""Which variables another machine has as they are here.
 
-The server counts the changes of each variable in a word of the segment ``versions``. The mirror remembers the word with
-which it brought a variable last, and brings a variable again if its word is another one. The first word counts the
-starts of the server; another one makes all variables stale.
+The server counts the changes of each variable in a word of the segment ``versions``. A :class:`Copy` remembers the
+word with which a variable was brought to that machine last, for whichever of its workers. A :class:`Mirror` brings a
+variable that its worker knows again if the word is another one. The first word counts the starts of the server; another
+one makes all variables stale.
+
+Several workers of a machine share a copy, as the workers of the service's own machine share the variables. The server
+changes no variable that any of them may read at that time, so neither does what is brought for another one, as long as
+all of it comes in one order.
 
 The server raises a word before it writes the bytes, within a commit, of which the counter in the segment ``control`` is
 odd. So words count only if no commit was under way while they were read. The bytes are read after the words: a change
@@ -23,7 +28,7 @@ from cs_proto.records import Record
 
 from .ranges import GAP_NBYTES, Catalogue, Known, Range, joined
 
-__all__ = ["Fresh", "Mirror"]
+__all__ = ["Copy", "Fresh", "Mirror"]
 
 _WORD_NBYTES = 8
 
@@ -36,24 +41,46 @@ class Fresh(NamedTuple):
     words: list[tuple[int, bytes]]
 
 
+class Copy:
+    """The variables in the memory of one machine, of which nothing has been brought at first."""
+
+    def __init__(self) -> None:
+        #: The count of the server's starts with which variables were brought last.
+        self.start: int | None = None
+        #: By the number of a variable: the word with which it was brought last, and whether that counts.
+        self.words = np.empty(0, np.uint64)
+        self.is_fresh = np.empty(0, bool)
+        # By number, where those lie that a worker knows.
+        self._places: dict[int, Range] = {}
+
+    def follow(self, known: Known) -> None:
+        """A worker has learned of a variable. It is stale unless it was brought to the same place before."""
+        number = known.number
+        if number >= len(self.words):
+            more = number + 1  # so the arrays grow to twice their length at least
+            self.words = np.append(self.words, np.zeros(more, np.uint64))
+            self.is_fresh = np.append(self.is_fresh, np.zeros(more, bool))
+        if self._places.get(number) != known.range:
+            self._places[number] = known.range
+            self.is_fresh[number] = False
+
+    def drop(self, number: int) -> None:
+        """A worker knows a variable no longer: it was freed."""
+        self._places.pop(number, None)
+        self.is_fresh[number] = False
+
+
 class Mirror:
     """The variables of one worker. Its catalogue learns from a record before the mirror is asked about it."""
 
-    def __init__(self) -> None:
-        self.start_anew()
-
-    def start_anew(self) -> None:
-        """The worker, or its machine's memory, is a new one: nothing has been brought."""
+    def __init__(self, copy: Copy | None = None) -> None:
+        """``copy`` is that of the worker's machine; without it, the worker is the only one there."""
+        self._copy = copy or Copy()
         self._catalogue: Catalogue | None = None
         self._revision = -1
-        # Of the variables, ascending by number: where they lie, their numbers, the words with which they were brought
-        # last, and whether that counts.
+        # The variables, ascending by number: where they lie, and their numbers.
         self._known: list[Known] = []
         self._numbers = np.empty(0, np.int64)
-        self._words = np.empty(0, np.uint64)
-        self._is_fresh = np.empty(0, bool)
-        # The count of the server's starts with which variables were brought last.
-        self._start: int | None = None
         # The variables that were stale last, and their ranges: those that a step changes are often the same.
         self._last: tuple[np.ndarray, list[Range]] | None = None
 
@@ -66,41 +93,43 @@ class Mirror:
         if isinstance(record, Preserve):  # the worker first preserves what it has read
             return Fresh([], [])
         self._follow(catalogue, len(versions))
-        commits = int(control[0])
+        copy, commits = self._copy, int(control[0])
         start, words = int(versions[0]), versions[self._numbers]
         is_steady = commits % 2 == 0 and int(control[0]) == commits
         if not is_steady and not _lets_read(record):
             return Fresh([], [])  # they come when the commit is over
-        if start != self._start:
-            self._is_fresh[:] = False
-        stale = ~self._is_fresh | (words != self._words)
-        if start == self._start and not stale.any():
+        if start != copy.start:
+            copy.is_fresh[:] = False
+        stale = ~copy.is_fresh[self._numbers] | (words != copy.words[self._numbers])
+        if start == copy.start and not stale.any():
             return Fresh([], [])
         ranges = self._ranges(stale)
-        if not is_steady:
-            self._is_fresh[stale] = False
-            return Fresh(ranges, [])
         told, their = self._numbers[stale], words[stale]
-        if start != self._start:
+        if not is_steady:
+            copy.is_fresh[told] = False
+            return Fresh(ranges, [])
+        copy.words[told], copy.is_fresh[told] = their, True
+        if start != copy.start:
             told, their = np.append(0, told), np.append(versions.dtype.type(start), their)
-        self._words, self._start = words, start
-        self._is_fresh[:] = True
+            copy.start = start
         return Fresh(ranges, _pieces(told, their))
 
     def _follow(self, catalogue: Catalogue, count: int) -> None:
-        """Take over which variables there are. What the catalogue has learned anew is stale."""
+        """Take over which variables there are. Those that the worker did not know are stale, unless the copy has
+        them."""
         if catalogue is self._catalogue and catalogue.revision == self._revision:
             return
-        before = {id(known): place for place, known in enumerate(self._known)}
+        before = {id(known): known for known in self._known}
         known = [catalogue.variables[number] for number in sorted(catalogue.variables)]
         if known and known[-1].number >= count:
             raise PeerProtocolError(f"variable {known[-1].number} has no version, of which there are {count - 1}")
-        places = np.array([before.get(id(each), -1) for each in known], np.int64)
-        is_old = places >= 0
-        words, is_fresh = np.zeros(len(known), np.uint64), np.zeros(len(known), bool)
-        words[is_old], is_fresh[is_old] = self._words[places[is_old]], self._is_fresh[places[is_old]]
+        new = [each for each in known if before.pop(id(each), None) is None]
+        for gone in before.values():
+            self._copy.drop(gone.number)
+        for each in new:
+            self._copy.follow(each)
         self._catalogue, self._revision, self._last = catalogue, catalogue.revision, None
-        self._known, self._words, self._is_fresh = known, words, is_fresh
+        self._known = known
         self._numbers = np.array([each.number for each in known], np.int64)
 
     def _ranges(self, stale: np.ndarray) -> list[Range]:

@@ -30,7 +30,7 @@ from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from . import items
 from .memory import PIECE_NBYTES, HeadMemory, Piece
-from .mirror import Mirror
+from .mirror import Copy, Mirror
 from .ranges import Catalogue, for_node, joined, outside
 from .sockets import Sockets, Wire
 
@@ -115,10 +115,12 @@ class StandIn:
         waiting: Callable[[], int],
         failed: Callable[[CentralStorageError], None],
         *,
+        copy: Copy | None = None,
         node: str = "",
     ) -> None:
         """Connect. ``put`` puts an item for the outpost, and ``waiting`` tells how many bytes of them it has not taken.
         ``failed`` is called if the service hangs up, or says what cannot be passed on; :meth:`close` must follow.
+        ``copy`` is what that machine has of the variables, which other workers there share; without it, there are none.
         ``node`` is the address of the worker's machine.
 
         Raises LaunchError, NoAnswerError or ShutdownError if the supervisor does not know the worker ``assigned``.
@@ -128,7 +130,7 @@ class StandIn:
         self._waiting = waiting
         self._hears_server = True
         self._sockets = Sockets(loop.context)
-        self._catalogue, self._mirror = Catalogue(self.rank), Mirror()
+        self._catalogue, self._mirror = Catalogue(self.rank), Mirror(copy)
         self._memory = HeadMemory(self.rank, self._mapped)
         self._words: dict[str, np.ndarray] = {}
         # The parts of its arena that this incarnation of the worker has brought.

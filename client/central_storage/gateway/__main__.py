@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.nice(_NICENESS)  # not with workers: a training would wait for its own steps
     listener = socket.socket(fileno=options.descriptor)
     with Relay(options.run_directory, keys, listener, options.return_timeout) as relay:
-        passages = Passages(relay, options.run_directory)
+        passages = Passages(relay, options.run_directory, keys.places_of)
         while True:
             relay.turn()
             passages.turn()

@@ -87,8 +87,8 @@ class Relay:
         """Send what the links have, and forward what has come, or wait for it for at most ``timeout`` seconds (None: no
         limit)."""
         now = time.monotonic()
-        self.links.turn(now)
-        due = self.links.timeout(now)
+        is_one_over = self.links.turn(now)  # whoever uses the links has to hear of that, so nothing is waited for
+        due = 0.0 if is_one_over else self.links.timeout(now)
         limits = [each for each in (timeout, due) if each is not None]
         ready = dict(self._poller.poll(math.ceil(1000 * min(limits)) if limits else None))
         if self._zap.socket in ready:

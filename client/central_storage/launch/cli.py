@@ -73,7 +73,8 @@ in containers that share the run directory (docker-compose.yml):
 workers on other machines:
   cs-launch keys DIR --worker NAME                         makes the keys of the service and of one worker
   cs-launch --serve 2 --listen tcp://192.0.2.7:5600 --keys DIR train.py
-  cs-launch --join tcp://192.0.2.7:5600 --keys DIR         one worker, on each of two other machines
+  cs-launch --join tcp://192.0.2.7:5600 --keys DIR         one worker, on each of two other machines; or a worker on
+                                                           each of --devices, if its key was made with --places
 
 workers on the machines of a Ray cluster:
   cs-launch --ray auto --workers 8 train.py                8 workers where Ray has room; local:3 tries it on one machine

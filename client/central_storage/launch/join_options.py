@@ -1,4 +1,4 @@
-"""``cs-launch --join``: one worker of a service of another container, or of another machine."""
+"""``cs-launch --join``: one worker of a service of another container, or workers of one of another machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from central_storage.core.devices import device_names
@@ -35,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=_HERE,
         metavar="tcp://ADDRESS:PORT",
-        help="run no script: run one worker of a service that --serve has started, in this run directory or, with "
-        "--keys DIR, on another machine, where it listens at that address (--listen)",
+        help="run no script: run one worker of a service that --serve has started, in this run directory; or, with "
+        "--keys DIR, one on each of --devices for a service on another machine, where it listens at that address "
+        "(--listen)",
     )
 
 
@@ -71,25 +74,46 @@ def join(options: argparse.Namespace, address: Callable[[], str]) -> int:
 
         keys = WorkerKeys.read(options.keys)
         return hold(options.join, keys, options.devices, options.run_directory, options.start_timeout)
-    command_in = _commands(options.devices)
+    chosen = _devices(options.devices)
+    if len(chosen) > 1:
+        raise ConfigurationError(
+            f"--join runs one worker here, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
+            "each worker a cs-launch --join of its own"
+        )
     from .remote.join import join as join_here  # it imports NumPy, which a supervisor does not need
 
     run_directory = options.run_directory or address()
-    return join_here(run_directory, command_in(run_directory), options.start_timeout)
+    (command_of,) = _commands(options.devices, chosen, [run_directory])
+    return join_here(run_directory, command_of, options.start_timeout)
 
 
 def hold(endpoint: str, keys: WorkerKeys, devices: str | None, run_directory: str | None, start_timeout: float) -> int:
-    """Run a worker of the service behind ``endpoint`` until it is released, in ``run_directory`` or a new one; the exit
-    code. Raises ConfigurationError and DeviceError for ``devices`` that are not one of this machine's, and as
-    :func:`central_storage.launch.remote.outpost.hold`."""
-    command_in = _commands(devices)
+    """Run a worker on each of ``devices``, of the service behind ``endpoint``, until they are released, in
+    ``run_directory`` or a new one; the exit code. Raises ConfigurationError and DeviceError for ``devices`` that this
+    machine does not have, and as :func:`central_storage.launch.remote.outpost.hold`."""
+    chosen = _devices(devices)
     from .remote.outpost import hold as hold_outpost  # it imports NumPy, as above
 
-    held = RunDirectory(run_directory)
-    try:
-        return hold_outpost(endpoint, keys, held.path, command_in(held.path), start_timeout)
-    finally:
-        held.remove()
+    with ExitStack() as undo:
+        places = _run_directories(run_directory, len(chosen), undo)
+        commands = _commands(devices, chosen, places)
+        return hold_outpost(endpoint, keys, list(zip(places, commands, strict=True)), start_timeout)
+
+
+def _run_directories(path: str | None, count: int, undo: ExitStack) -> list[str]:
+    """A run directory for each of ``count`` workers; if there are several, below ``path``. ``undo`` removes them."""
+    paths = [path] * count
+    if path is not None and count > 1:
+        if not os.path.exists(path):
+            os.makedirs(path, 0o700)
+            undo.callback(os.rmdir, path)
+        paths = [os.path.join(path, str(number)) for number in range(count)]
+    held = []
+    for each in paths:
+        made = RunDirectory(each)
+        undo.callback(made.remove)
+        held.append(made.path)
+    return held
 
 
 def warn_of_busy(used: Sequence[str], here: Machine) -> None:
@@ -98,30 +122,28 @@ def warn_of_busy(used: Sequence[str], here: Machine) -> None:
         print(printable(f"cs-launch: warning: {line}"), file=sys.stderr)
 
 
-def _commands(devices: str | None) -> Callable[[str], Callable[[Joined], Command]]:
-    """What starts the worker that was assigned, in a run directory."""
-    is_any = devices is None or devices.strip().lower() == "auto"
+def _devices(devices: str | None) -> list[str]:
+    """The devices of the workers to run here."""
     chosen = device_names.compute_devices(devices, 1)
-    if len(chosen) > 1:
-        raise ConfigurationError(
-            f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
-            "each worker a cs-launch --join of its own"
-        )
     require_cupy(chosen)
-    here = machine()
-    warn_of_busy(chosen, here)
+    warn_of_busy(chosen, machine())
+    return chosen
 
-    def command_in(run_directory: str) -> Callable[[Joined], Command]:
-        def command_of(joined: Joined) -> Command:
-            # All processors are alike, so the number of the device only tells the replicas apart.
-            device = f"cpu:{joined.rank}" if is_any and chosen == ["cpu:0"] else chosen[0]
-            everyone = ["elsewhere"] * joined.replicas
-            everyone[joined.rank] = device
-            plan = Options(tuple(everyone), "cpu:0", run_directory)
-            path = python_path(os.environ)
-            commands = service_commands(plan, os.environ, python=sys.executable, machine=here, python_path=path)
-            return commands[1 + joined.rank]
 
-        return command_of
+def _commands(
+    devices: str | None, chosen: Sequence[str], run_directories: Sequence[str]
+) -> list[Callable[[Joined], Command]]:
+    """What starts the worker that was assigned, for each of the ``chosen`` devices and its run directory."""
+    is_any = devices is None or devices.strip().lower() == "auto" or devices.strip().isdecimal()
+    here, path = machine(), python_path(os.environ)
 
-    return command_in
+    def command_of(own: str, run_directory: str, joined: Joined) -> Command:
+        # All processors are alike, so the number of the device only tells the replicas apart.
+        device = f"cpu:{joined.rank}" if is_any and own.startswith("cpu:") else own
+        everyone = ["elsewhere"] * joined.replicas
+        everyone[joined.rank] = device
+        plan = Options(tuple(everyone), "cpu:0", run_directory)
+        commands = service_commands(plan, os.environ, python=sys.executable, machine=here, python_path=path)
+        return commands[1 + joined.rank]
+
+    return [partial(command_of, *each) for each in zip(chosen, run_directories, strict=True)]

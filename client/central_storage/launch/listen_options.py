@@ -96,8 +96,8 @@ def gateway_of(
 
 
 def keys(arguments: Sequence[str]) -> int:
-    """``cs-launch keys DIR [--observer NAME | --worker NAME]``: make keys, and say which file is for whom. Returns the
-    exit code."""
+    """``cs-launch keys DIR [--observer NAME | --worker NAME [--places K]]``: make keys, and say which file is for whom.
+    Returns the exit code."""
     parser = argparse.ArgumentParser(
         "cs-launch keys",
         description="Make the keys of a service that listens on a network, and of an observer that may read it or of a "
@@ -114,11 +114,20 @@ def keys(arguments: Sequence[str]) -> int:
         "--observer", metavar="NAME", default="", help="make a key for one more observer, with this name in its files"
     )
     peer.add_argument(
-        "--worker", metavar="NAME", help="make a key for a worker on another machine, with this name in its files"
+        "--worker", metavar="NAME", help="make a key for another machine with workers, with this name in its files"
+    )
+    parser.add_argument(
+        "--places",
+        type=int,
+        metavar="K",
+        help="with --worker: that machine may run K workers, such as one for each of its GPUs (default: 1)",
     )
     options = parser.parse_args(arguments)
+    if options.places is not None and options.worker is None:
+        parser.error("--places needs --worker NAME")
     from cs_runtime.transport.curve import make_keys
 
-    for path in make_keys(options.directory, options.observer, worker=options.worker):
+    places = 1 if options.places is None else options.places
+    for path in make_keys(options.directory, options.observer, worker=options.worker, places=places):
         print(path)
     return 0

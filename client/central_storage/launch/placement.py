@@ -55,15 +55,21 @@ class Request:
             return "STRICT_SPREAD"
         return "SPREAD" if self.is_spread or self.pretend_nodes else "PACK"
 
-    def bundles(self) -> list[dict[str, float]]:
-        """What is reserved together: for each worker, or for all workers of a node if their number is given."""
+    def sizes(self) -> list[int]:
+        """How many workers each bundle is for: one, or all workers of a node if their number is given."""
         size = self.per_node or 1
-        sizes = [min(size, self.workers - first) for first in range(0, self.workers, size)]
-        return [{name: count * amount for name, amount in self.resources.items()} for count in sizes]
+        return [min(size, self.workers - first) for first in range(0, self.workers, size)]
 
-    def bundle_of(self, worker: int) -> int:
-        """The index of the bundle in which a worker has its place."""
-        return worker // (self.per_node or 1)
+    def bundles(self) -> list[dict[str, float]]:
+        """What is reserved together."""
+        return [{name: count * amount for name, amount in self.resources.items()} for count in self.sizes()]
+
+    def launchers(self) -> list[tuple[int, int]]:
+        """The launchers of workers: for each, the index of the bundle in which it has its place, and how many workers
+        it runs, which share a copy of the variables. All of a bundle have one launcher, unless they share a GPU."""
+        if not self.resources.get("GPU", 0.0).is_integer():
+            return [(bundle, 1) for bundle, size in enumerate(self.sizes()) for _ in range(size)]
+        return list(enumerate(self.sizes()))
 
     def pretend_resources(self) -> dict[str, float]:
         """What each pretend node says it has: enough for its share of the workers."""

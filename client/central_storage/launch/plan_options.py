@@ -108,9 +108,13 @@ def _places(options: argparse.Namespace) -> dict[str, Any]:
             keys = undo.enter_context(tempfile.TemporaryDirectory(prefix="cs-plan-"))
             (placer,), _ = ray_options.placer_of(options, keys, undo)
             placed = placer.placed
-        return {"nodes": placed.ids, "addresses": placed.nodes, "head": placed.address, "cluster": str(placed)}
+        found = {"nodes": placed.ids, "addresses": placed.nodes, "head": placed.address, "cluster": str(placed)}
+        launchers = ray_options.request_of(options).launchers()
+        return found | {"is_shared": any(workers > 1 for _, workers in launchers)}
     if options.serve is not None:
         head = (urlsplit(options.listen).hostname or "") if options.listen else ""
-        machines = [f"machine {number}" for number in range(1, options.serve + 1)]
-        return {"nodes": machines, "addresses": ["elsewhere"] * options.serve, "head": head, "cluster": ""}
+        per_node = options.workers_per_node or 1
+        machines = [f"machine {1 + worker // per_node}" for worker in range(options.serve)]
+        found = {"nodes": machines, "addresses": ["elsewhere"] * options.serve, "head": head, "cluster": ""}
+        return found | {"is_shared": per_node > 1}
     return {"nodes": [], "addresses": [], "head": "", "cluster": ""}

@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers-per-node",
         type=int,
         metavar="K",
-        help=f"with {_OPTION}: exactly K workers on each node (default: packed on as few nodes as possible)",
+        help=f"with {_OPTION}: exactly K workers on each node (default: packed on as few nodes as possible); with "
+        "--serve N --plan: K workers on each machine (default: one)",
     )
     parser.add_argument(
         "--spread", action="store_true", help=f"with {_OPTION}: spread the workers over as many nodes as possible"
@@ -65,8 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
     """Raise ConfigurationError for options that do not fit, also where Ray is missing. ``modes`` are the options by
     which no script is started."""
+    if options.workers_per_node is not None and options.workers_per_node < 1:
+        raise ConfigurationError(f"--workers-per-node must be at least 1, not {options.workers_per_node}")
     if options.ray is None:
-        if given := [name for name in _DEPENDENT if getattr(options, name) not in (None, False)]:
+        given = [name for name in _DEPENDENT if getattr(options, name) not in (None, False)]
+        if given == ["workers_per_node"] and modes == ["serve"] and options.plan:
+            return
+        if given:
             raise ConfigurationError(f"--{given[0].replace('_', '-')} needs {_OPTION}")
         return
     if modes:
@@ -85,11 +91,8 @@ def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
         raise ConfigurationError(f"{_OPTION} needs --workers N")
     if not 1 <= options.workers <= MOST_REPLICAS:
         raise ConfigurationError(f"--workers takes a number from 1 to {MOST_REPLICAS}, not {options.workers}")
-    if options.workers_per_node is not None:
-        if options.workers_per_node < 1:
-            raise ConfigurationError(f"--workers-per-node must be at least 1, not {options.workers_per_node}")
-        if options.spread:
-            raise ConfigurationError("--spread and --workers-per-node exclude each other")
+    if options.workers_per_node is not None and options.spread:
+        raise ConfigurationError("--spread and --workers-per-node exclude each other")
     try:
         require("ray", "ray", _OPTION)
     except ModuleNotFoundError as error:

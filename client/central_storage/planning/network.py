@@ -52,6 +52,8 @@ class Request:
     head: str = ""
     #: What is known of the cluster, in words.
     cluster: str = ""
+    #: Whether the workers of a node share a copy of the variables.
+    is_shared: bool = False
 
     @classmethod
     def of_json(cls, text: str) -> Request:
@@ -70,6 +72,11 @@ class Request:
     def most_on_a_node(self) -> int:
         """The workers of the node that has most of them."""
         return max(Counter(self.nodes).values(), default=0)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the variables there are on the nodes."""
+        return self.machines if self.is_shared else len(self.nodes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,12 +140,12 @@ def _places(request: Request, estimate: Estimate) -> list[str]:
     rows = [(f"{head} (head)", "script, server, gateway", rounded(_head_nbytes(request, estimate)))]
     for node, count in list(counts.items())[:_LISTED]:
         name = node if address[node] == "elsewhere" else address[node]
-        rows.append((name, _count(count, "worker"), rounded(count * _worker_nbytes(request, estimate))))
+        rows.append((name, _count(count, "worker"), rounded(_node_nbytes(request, estimate, count))))
     rest = list(counts.values())[_LISTED:]
     if rest:
-        most = rounded(max(rest) * _worker_nbytes(request, estimate))
+        most = rounded(_node_nbytes(request, estimate, max(rest)))
         rows.append((f"{len(rest)} more", _count(sum(rest), "worker"), f"up to {most} each"))
-    copies = rounded(workers * plan.gradients)
+    copies = rounded(request.copies * plan.gradients)
     missing = _missing(request, estimate)
     has = f"{rounded(estimate.available)} available"
     return [
@@ -148,18 +155,26 @@ def _places(request: Request, estimate: Estimate) -> list[str]:
         f"at the head: {plan.described()}, arenas and other {rounded(plan.arenas + plan.other)}, and up to {copies} of "
         "copies that wait to be sent",
         f"does not fit at the head: {rounded(missing)} too much, {has}" if missing else f"fits at the head: {has}",
-        f"each worker: a copy of the variables ({rounded(plan.mirrored)}), its gradients ({rounded(plan.gradients)}) "
-        "and its arguments; what the nodes have is not looked at",
+        f"each {_with_a_copy(request)}: a copy of the variables ({rounded(plan.mirrored)}), "
+        f"{'and of each worker ' if request.is_shared else ''}its gradients ({rounded(plan.gradients)}) and its "
+        "arguments; what the nodes have is not looked at",
     ]
 
 
 def _head_nbytes(request: Request, estimate: Estimate) -> int:
     """What the service takes there, and the copies of variables that wait for the links."""
-    return estimate.plan.nbytes + len(request.nodes) * estimate.plan.gradients
+    return estimate.plan.nbytes + request.copies * estimate.plan.gradients
 
 
-def _worker_nbytes(request: Request, estimate: Estimate) -> int:
-    return estimate.plan.mirrored + estimate.plan.gradients + estimate.arguments // len(request.nodes)
+def _node_nbytes(request: Request, estimate: Estimate, workers: int) -> int:
+    """What a node with so many workers has."""
+    copies = 1 if request.is_shared else workers
+    of_each = estimate.plan.gradients + estimate.arguments // len(request.nodes)
+    return copies * estimate.plan.mirrored + workers * of_each
+
+
+def _with_a_copy(request: Request) -> str:
+    return "node" if request.is_shared else "worker"
 
 
 def _missing(request: Request, estimate: Estimate) -> int:
@@ -176,11 +191,17 @@ def _bytes(request: Request, estimate: Estimate) -> list[str]:
     workers, nbytes = len(request.nodes), estimate.plan.gradients
     share = rounded(estimate.arguments // workers)
     here = 0 if request.head.startswith("127.") else request.addresses.count(request.head)
+    others = (
+        "the workers of a node share its copy"
+        if request.is_shared
+        else "each worker has a copy of its own, also where several are on one node"
+    )
     return [
-        f"a step sends each worker {rounded(nbytes)} of variables and {share} of arguments, and takes "
-        f"{rounded(nbytes)} of gradients from it",
-        f"through the network card of the head: {rounded(workers * nbytes + estimate.arguments)} out, "
-        f"{rounded(workers * nbytes)} in; each worker has a copy of its own, also where several are on one node",
+        f"a step sends each {_with_a_copy(request)} {rounded(nbytes)} of variables"
+        f"{', each worker ' if request.is_shared else ' and '}{share} of arguments, and takes {rounded(nbytes)} of "
+        f"gradients from {'each worker' if request.is_shared else 'it'}",
+        f"through the network card of the head: {rounded(request.copies * nbytes + estimate.arguments)} out, "
+        f"{rounded(workers * nbytes)} in; {others}",
         *([f"{here} of the workers are at the head itself, so less than that passes its card"] if here else []),
     ]
 
@@ -188,7 +209,7 @@ def _bytes(request: Request, estimate: Estimate) -> list[str]:
 def _step(request: Request, estimate: Estimate, bits: float) -> Cost:
     """A step as it is built, with its arguments."""
     rate = cost.sealed_rate(bits)
-    dense = cost.dense(len(request.nodes), estimate.plan.gradients, rate)
+    dense = cost.dense(len(request.nodes), estimate.plan.gradients, rate, request.copies)
     return Cost(dense.network + estimate.arguments / rate, dense.update, dense.control)
 
 
@@ -227,7 +248,8 @@ def _comparison(request: Request, estimate: Estimate) -> list[str]:
     step, ring = (of(request, estimate, request.bits).total for of in (_step, _ring))
     if ring >= step:
         return [f"a ring all-reduce would take {_time(ring)}, and is not faster"]
-    nodes = cost.ring_is_better_from(estimate.plan.gradients, request.bits, request.most_on_a_node)
+    most, is_shared = request.most_on_a_node, request.is_shared
+    nodes = cost.ring_is_better_from(estimate.plan.gradients, request.bits, most, is_shared=is_shared)
     where = "" if nodes is None else f", and so it is from {_count(nodes, 'node')} on"
     return [
         f"a ring all-reduce would take {_time(ring)} instead of {_time(step)}: it is faster here{where}. It is not "

@@ -1,4 +1,4 @@
-"""The actor that runs one worker on the node on which Ray has placed it.
+"""The actor that runs one worker, or several, on the node on which Ray has placed it.
 
 Ray gets this module by value, because the node may lack the package or have another version of it, which is to be said
 in a sentence. So it imports only what every Python has until the package was found.
@@ -21,15 +21,15 @@ _KEPT_LINES = 20
 
 
 class Host:
-    """A node's side of one worker. Ray calls one method after the other, in the main thread of the actor's process,
-    and the launcher of the worker ends with that thread."""
+    """A node's side of a launcher of workers. Ray calls one method after the other, in the main thread of the actor's
+    process, and the launcher ends with that thread."""
 
     def __init__(self) -> None:
         """Starts nothing yet."""
         self._child: subprocess.Popen[str] | None = None
 
-    def open(self, version: str, protocol: int) -> dict[str, Any]:
-        """Start the launcher of the worker, which makes its keys and waits.
+    def open(self, version: str, protocol: int, workers: int = 1) -> dict[str, Any]:
+        """Start the launcher of so many workers, which makes its keys and waits.
 
         Returns its public key and this node's address, or under ``refused`` why this node cannot run a worker of a
         service with this version and protocol.
@@ -58,13 +58,14 @@ class Host:
             }
         path = python_path(os.environ)
         parent = os.getpid()
-        devices = _gpus(len(ray.get_gpu_ids()))
+        gpus = len(ray.get_gpu_ids())
         self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "central_storage.ray.node", *(("--devices", devices) if devices else ())],
+            [sys.executable, "-P", "-m", "central_storage.ray.node", "--devices", _devices(gpus, workers)],
             env={
                 **os.environ,
+                **_threads(ray.get_runtime_context().get_assigned_resources().get("CPU", 0), workers),
                 **({"PYTHONPATH": path} if path else {}),
-                **({} if devices else {"CUDA_VISIBLE_DEVICES": ""}),  # a CPU, whatever else the node has
+                **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),  # a CPU, whatever else the node has
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -114,6 +115,23 @@ class Host:
         return self._child.stdout
 
 
-def _gpus(count: int) -> str:
-    """So many GPUs, which Ray has given this actor, and which CUDA shows it as the first ones."""
-    return "+".join(f"gpu:{number}" for number in range(count))
+def _threads(cpus: float, workers: int) -> dict[str, str]:
+    """How many threads libraries use in each of several workers. Ray has said that of all processors of this actor,
+    unless the user has said it."""
+    if workers == 1 or os.environ.get("OMP_NUM_THREADS") != str(max(1, int(cpus))):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, int(cpus) // workers))}
+
+
+def _devices(gpus: int, workers: int) -> str:
+    """The devices of the workers: equal parts of so many GPUs, which Ray has given this actor, and which CUDA shows it
+    as the first ones; else a processor each.
+
+    >>> _devices(4, 2), _devices(0, 3)
+    ('gpu:0+gpu:1,gpu:2+gpu:3', '3')
+    """
+    share = gpus // workers
+    if not share:
+        return str(workers)
+    firsts = range(0, workers * share, share)
+    return ",".join("+".join(f"gpu:{number}" for number in range(first, first + share)) for first in firsts)

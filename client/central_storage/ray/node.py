@@ -1,6 +1,6 @@
-"""The launcher of one worker on a node of Ray: ``python -m central_storage.ray.node``. Its actor starts it.
+"""The launcher of workers on a node of Ray: ``python -m central_storage.ray.node``. Its actor starts it.
 
-It makes the keys of the worker, prints the public one, and waits until it is told, in a line of JSON, where the
+It makes the keys of its node's workers, prints the public one, and waits until it is told, in a line of JSON, where the
 service listens and which public key that has. Then it is what ``cs-launch --join tcp://ADDRESS:PORT`` is.
 """
 
@@ -24,9 +24,9 @@ _TIMEOUT = 20.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the worker until the service releases it; the exit code."""
+    """Run the workers until the service releases them; the exit code."""
     parser = argparse.ArgumentParser("python -m central_storage.ray.node", description=__doc__)
-    parser.add_argument("--devices")
+    parser.add_argument("--devices", required=True)
     options = parser.parse_args(arguments)
     configure_logging("supervisor")
     dump_stacks_on_signal()

@@ -1,9 +1,10 @@
 """The placer of one run: ``python -m central_storage.ray.placer``. The launcher starts it, and it ends with its
 connection to the launcher.
 
-It reserves the workers' places in one placement group, and starts an actor in each, which makes the worker's keys on
-its node; only the public key comes back, and is put where the gateway looks for it. Then the worker's launcher joins
-the service by TCP. What dies is replaced in its place, with new keys. Nothing of the training passes through Ray.
+It reserves the workers' places in one placement group, and starts an actor in each, or one for all workers of a node
+whose number is given. The actor makes keys on its node; only the public key comes back, and is put where the gateway
+looks for it. Then the launcher of these workers joins the service by TCP. What dies is replaced in its place, with new
+keys. Nothing of the training passes through Ray.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ _FAILURES = (ray.exceptions.RayError, RuntimeError, ValueError)
 
 @frozen
 class _Seat:
-    """A worker's place: the actor there, the public key that it has made, and its node's address and name."""
+    """The place of a launcher and its workers: the actor there, the public key that it has made, and its node's address
+    and name."""
 
-    worker: int
+    launcher: int
+    workers: int
     actor: Any
     key: str
     address: str
@@ -119,7 +122,8 @@ class _Placing:
                 return
             seats = await placing
             self._check_token(seats)
-            nodes, ids = [seat.address for seat in seats], [seat.node for seat in seats]
+            of_workers = [seat for seat in seats for _ in range(seat.workers)]
+            nodes, ids = [seat.address for seat in of_workers], [seat.node for seat in of_workers]
             alive = sum(node["Alive"] for node in ray.nodes())
             self._tell(address=self._address, nodes=nodes, ids=ids, version=ray.__version__, cluster_nodes=alive)
             if line := await heard:
@@ -163,7 +167,7 @@ class _Placing:
             if time.monotonic() - said >= _SAY_EVERY:
                 said = time.monotonic()
                 self._say(f"waiting for Ray: {self._lacking()}")
-        opening = asyncio.gather(*(self._open(worker) for worker in range(self._request.workers)))
+        opening = asyncio.gather(*(self._open(launcher) for launcher in range(len(self._request.launchers()))))
         try:
             return await asyncio.wait_for(opening, max(1.0, self._deadline - time.monotonic()))
         except TimeoutError as error:
@@ -178,11 +182,12 @@ class _Placing:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return self._request.lacking(nodes, ray.available_resources())
 
-    def _actor(self, worker: int) -> Any:
-        """A new actor in the place of a worker. Its call waits until Ray has the place again, if its node is gone."""
-        resources = dict(self._request.resources)
+    def _actor(self, launcher: int) -> Any:
+        """A new actor in the place of a launcher. Its call waits until Ray has the place again, if its node is gone."""
+        bundle, workers = self._request.launchers()[launcher]
+        resources = {name: workers * amount for name, amount in self._request.resources.items()}
         cpus, gpus, memory = (resources.pop(name, 0) for name in ("CPU", "GPU", "memory"))
-        place = PlacementGroupSchedulingStrategy(self._group, self._request.bundle_of(worker))
+        place = PlacementGroupSchedulingStrategy(self._group, bundle)
         return (
             ray.remote(Host)
             .options(
@@ -196,17 +201,18 @@ class _Placing:
             .remote()
         )
 
-    async def _open(self, worker: int, actor: Any = None) -> _Seat:
-        """Have a worker's launcher started, by this actor or a new one. Raises LaunchError if its node refuses."""
-        actor = self._actor(worker) if actor is None else actor
+    async def _open(self, launcher: int, actor: Any = None) -> _Seat:
+        """Have a launcher started, by this actor or a new one. Raises LaunchError if its node refuses."""
+        actor = self._actor(launcher) if actor is None else actor
+        _, workers = self._request.launchers()[launcher]
         try:
-            said: Mapping[str, str] = await actor.open.remote(__version__, PROTOCOL)
+            said: Mapping[str, str] = await actor.open.remote(__version__, PROTOCOL, workers)
             if "refused" in said:
                 raise LaunchError(f"the node {said['address']} {said['refused']}")
         except BaseException:  # also a call that is cancelled: the actor would keep its place
             _end(actor)
             raise
-        return _Seat(worker, actor, said["key"], said["address"], said["auth_mode"], said["node"])
+        return _Seat(launcher, workers, actor, said["key"], said["address"], said["auth_mode"], said["node"])
 
     def _check_token(self, seats: list[_Seat]) -> None:
         """Raise LaunchError if others on a network may run code on the cluster."""
@@ -222,23 +228,23 @@ class _Placing:
     # --- workers ----------------------------------------------------------------------------------------------------
 
     async def _keep(self, seat: _Seat, endpoint: str) -> None:
-        """Keep a worker in its place: what ends is started again, after a growing pause if it does not work."""
-        worker, restarts = seat.worker, Restarts(sys.maxsize)
+        """Keep a launcher in its place: what ends is started again, after a growing pause if it does not work."""
+        launcher, restarts = seat.launcher, Restarts(sys.maxsize)
         while True:
             began = time.monotonic()
             actor, why, is_told = await self._work(seat, endpoint)
             has_worked = time.monotonic() - began >= WORKED_SECONDS
-            pause = restarts.next(str(worker), has_worked=has_worked) or 0.0
+            pause = restarts.next(str(launcher), has_worked=has_worked) or 0.0
             await asyncio.sleep(max(pause, _END_PAUSE) if is_told else pause)
-            self._say(f"worker-{worker} on {seat.address} {why}; it is placed again")
-            seat = await self._open_again(worker, actor)
+            self._say(f"worker-{launcher} on {seat.address} {why}; it is placed again")
+            seat = await self._open_again(launcher, actor)
 
     async def _work(self, seat: _Seat, endpoint: str) -> tuple[Any, str, bool]:
-        """Run a worker until its launcher or its node has ended. Returns the actor if it lives, the reason, and whether
-        the launcher was told to end."""
-        name = f"worker-{seat.worker}"
+        """Run workers until their launcher or their node has ended. Returns the actor if it lives, the reason, and
+        whether the launcher was told to end."""
+        name = f"worker-{seat.launcher}"
         try:
-            write_public(self._keys.directory, name, seat.key.encode())
+            write_public(self._keys.directory, name, seat.key.encode(), seat.workers)
             running = asyncio.ensure_future(_result(seat.actor.run.remote(name, endpoint, self._keys.of_service)))
             self._running.add(running)
             running.add_done_callback(self._running.discard)
@@ -248,8 +254,8 @@ class _Placing:
             return None, f"is gone: {_lines(error, 1)}", False
         return seat.actor, f"ended by exit code {code}{last and f': {last.rpartition(chr(10))[2]}'}", code == 0
 
-    async def _open_again(self, worker: int, actor: Any) -> _Seat:
-        """Place a worker again. If its node has died, the first actor waits there until Ray has noticed that, and
+    async def _open_again(self, launcher: int, actor: Any) -> _Seat:
+        """Place a launcher again. If its node has died, the first actor waits there until Ray has noticed that, and
         fails.
 
         Raises LaunchError if another cluster answers: nothing of this one is left, and only a new driver may use that.
@@ -257,13 +263,13 @@ class _Placing:
         restarts = Restarts(sys.maxsize)
         while True:
             try:
-                return await self._open(worker, actor)
+                return await self._open(launcher, actor)
             except (*_FAILURES, LaunchError) as error:
                 if _OTHER_CLUSTER in str(error):
                     raise LaunchError("Ray's head has died, and another one has its address") from error
                 actor = None
-                pause = max(1.0, restarts.next(str(worker), has_worked=False) or 0.0)
-                self._say(f"worker-{worker} could not be placed: {_lines(error, 1)}; again in {pause:g} s")
+                pause = max(1.0, restarts.next(str(launcher), has_worked=False) or 0.0)
+                self._say(f"worker-{launcher} could not be placed: {_lines(error, 1)}; again in {pause:g} s")
                 await asyncio.sleep(pause)
 
     def _say(self, text: str) -> None:

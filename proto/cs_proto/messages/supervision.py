@@ -145,7 +145,8 @@ class Join(Record):
 
     If ``incarnation`` is not 0, the launcher runs (or last ran) this incarnation of worker ``rank`` for the previous
     supervisor, which gave that worker this ``name``. ``node`` is the address of the launcher's machine; "" if that is
-    the machine of the service. ``protocol`` stays the first field in every version.
+    the machine of the service. ``workers`` says how many workers that machine offers from this launcher on, because it
+    wants all of them or none. ``protocol`` stays the first field in every version.
     """
 
     protocol: Count
@@ -154,6 +155,7 @@ class Join(Record):
     incarnation: Annotated[int, Range(0, (1 << 31) - 1)] = 0
     name: bytes = b""
     node: str = ""
+    workers: Replicas = 1
 
     def check(self) -> None:
         if not is_node(self.node):

@@ -114,8 +114,7 @@ class Channel:
         self._supervisor = supervisor
         self._wake = wake
         self._moment = moment
-        self._read = read
-        self._read_mark = read_mark
+        self._read, self._read_mark = read, read_mark
         self._linger = linger
         self._on_wake = on_wake
         self._look_every = look_every
@@ -134,12 +133,10 @@ class Channel:
         self._peers: dict[zmq.Socket[bytes], tuple[bytes, Limits]] = {}
         # The sockets that may have another message; whether the supervisor has spoken; how many messages come first.
         self._ready: deque[zmq.Socket[bytes]] = deque()
-        self._supervisor_speaks = False
-        self._before_supervisor = 0
+        self._supervisor_speaks, self._before_supervisor = False, 0
         self._next_look = 0.0
         # How many messages over the ROUTER were dropped, and until when it is not heard; infinite: it is.
-        self._dropped = 0
-        self._rests_until = math.inf
+        self._dropped, self._rests_until = 0, math.inf
         # The time of the next admission of peers; infinite before :meth:`admit`.
         self._next_admission = math.inf
 

@@ -3,7 +3,8 @@
 ZeroMQ's guide explains CURVE (https://rfc.zeromq.org/spec/26). Every key is a pair: the public key lies in
 ``NAME.key``, which others may read, and both lie in ``NAME.key_secret``, which only its owner may read. The format is
 that of ``zmq.auth``. The name says the role: ``service``, ``observer`` and ``observer-*`` for those that may read, and
-``worker-*`` for the worker of another machine.
+``worker-*`` for the workers of another machine. How many workers that machine may run is a line ``places = 8`` in the
+metadata of ``worker-*.key``; without it, one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from zmq.utils import z85
 
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
+from cs_proto.messages import MOST_REPLICAS
 
 __all__ = [
     "WORKER_ROLES",
@@ -51,6 +53,7 @@ _PUBLIC, _SECRET = ".key", ".key_secret"
 #: How the role of a worker begins.
 WORKER_ROLES = f"{_WORKER}-"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PLACES = re.compile(r"^ +places = ([1-9][0-9]{0,3})$", re.MULTILINE)
 _KEY_NBYTES = 32
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[\w:.%]+\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
 
@@ -86,6 +89,15 @@ class ServiceKeys:
             _log.warning("nobody is admitted: %s", error)
             return ""
         return next((role for role in known if key == _public_or_none(self._path(role))), "")
+
+    def places_of(self, role: str) -> int:
+        """How many workers the machine with the key of this role may run: 1 if its file does not say it."""
+        try:
+            with open(self._path(role), encoding="utf-8", errors="replace") as file:
+                found = _PLACES.search(file.read())
+        except OSError:
+            return 1
+        return int(found[1]) if found else 1
 
     def _path(self, role: str) -> str:
         return os.path.join(self.directory, role + _PUBLIC)
@@ -183,19 +195,23 @@ class ZapHandler:
         self.socket.send_multipart([_ZAP_VERSION, request, status, reason, role.encode(), b""])
 
 
-def make_keys(directory: str, observer: str = "", *, worker: str | None = None) -> list[str]:
+def make_keys(directory: str, observer: str = "", *, worker: str | None = None, places: int = 1) -> list[str]:
     """Make the keys of a service, and of an observer or a worker, in ``directory``, which is made if it does not exist.
     Keys of the service that are there stay. Returns the paths of the new files.
 
     Args:
         directory: A directory of this user's that is closed to others.
         observer: Tells observers apart: the files are ``observer-NAME.key`` and ``observer-NAME.key_secret``.
-        worker: Make keys for the worker of another machine, not for an observer: the files are ``worker-NAME.key`` and
-            ``worker-NAME.key_secret``.
+        worker: Make keys for the workers of another machine, not for an observer: the files are ``worker-NAME.key``
+            and ``worker-NAME.key_secret``.
+        places: How many workers that machine may run.
 
     Raises:
-        ConfigurationError: The directory is open to others, the name is no name, or the peer has a key already.
+        ConfigurationError: The directory is open to others, the name is no name, the peer has a key already, or no
+            machine runs so many workers.
     """
+    if not 1 <= places <= MOST_REPLICAS:
+        raise ConfigurationError(f"a machine runs 1 to {MOST_REPLICAS} workers, not {places}")
     kind, given = (_OBSERVER, observer) if worker is None else (_WORKER, worker)
     if (given or worker is not None) and not _NAME.fullmatch(given):
         raise ConfigurationError(
@@ -213,7 +229,7 @@ def make_keys(directory: str, observer: str = "", *, worker: str | None = None) 
                 f"new pair, or name another {kind} (--{kind} NAME)"
             )
         wanted = [name] if _SERVICE + _SECRET in there else [_SERVICE, name]
-        return [path for each in wanted for path in _make(directory, each)]
+        return [path for each in wanted for path in _make(directory, each, places if each == name else 1)]
     except OSError as error:
         raise ConfigurationError(f"no keys can be made in {directory}: {error.strerror}") from error
 
@@ -233,8 +249,9 @@ def key_pair() -> tuple[bytes, bytes]:
     return zmq.curve_keypair()
 
 
-def write_public(directory: str, role: str, key: bytes) -> None:
-    """Let the peer with this public key have a role, such as ``worker-n1``, and nobody who had it before.
+def write_public(directory: str, role: str, key: bytes, places: int = 1) -> None:
+    """Let the peer with this public key have a role, such as ``worker-n1``, and nobody who had it before. The machine
+    of a worker may run ``places`` of them.
 
     Raises ConfigurationError for what is no key, and OSError if it cannot be written.
     """
@@ -246,7 +263,7 @@ def write_public(directory: str, role: str, key: bytes) -> None:
     draft = os.path.join(directory, f"{role}.draft")
     with open(draft, "w") as file:
         os.fchmod(file.fileno(), 0o644)
-        file.write(f'metadata\ncurve\n    public-key = "{key.decode()}"\n')
+        file.write(f'{_metadata(places)}curve\n    public-key = "{key.decode()}"\n')
     os.replace(draft, os.path.join(directory, role + _PUBLIC))
 
 
@@ -308,14 +325,24 @@ def _numeric(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
 
 
-def _make(directory: str, name: str) -> list[str]:
+def _make(directory: str, name: str, places: int = 1) -> list[str]:
     before = os.umask(0o077)
     try:
         public, secret = zmq.auth.create_certificates(directory, name)
     finally:
         os.umask(before)
+    if places > 1:  # the library writes metadata to the secret file alone
+        with open(public, encoding="utf-8") as file:
+            text = file.read()
+        with open(public, "w", encoding="utf-8") as file:
+            file.write(text.replace("metadata\n", _metadata(places), 1))
     os.chmod(public, 0o644)
     return [public, secret]
+
+
+def _metadata(places: int) -> str:
+    """The first section of the file of a public key."""
+    return "metadata\n" + (f"    places = {places}\n" if places > 1 else "")
 
 
 def _is_of(kind: str, name: str) -> bool:

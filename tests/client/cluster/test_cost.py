@@ -14,10 +14,17 @@ def test_the_model_is_near_what_was_measured(megabytes: float, plain: float, sea
     assert network < plain < sealed < 1.2 * network
 
 
-def test_each_worker_has_a_copy_of_its_own() -> None:
-    """Parameters travel once for each worker, whatever the number of nodes."""
+def test_each_worker_may_have_a_copy_of_its_own() -> None:
+    """Variables travel once for each worker then, whatever the number of nodes."""
     one, two = (cost.dense(replicas, MB, cost.sealed_rate(10e9)).network for replicas in (1, 2))
     assert two == 2 * one == pytest.approx(4 * MB / cost.CURVE)
+
+
+@pytest.mark.parametrize(("nodes", "times"), [(1, 9), (2, 10), (8, 16)])
+def test_to_a_node_variables_travel_once(nodes: int, times: int) -> None:
+    found, alone = (cost.dense(8, MB, cost.sealed_rate(10e9), copies) for copies in (nodes, None))
+    assert found.network == pytest.approx(times * MB / cost.CURVE)
+    assert (found.update, found.control) == (alone.update, alone.control)
 
 
 def test_encryption_limits_a_fast_network() -> None:

@@ -55,7 +55,7 @@ def head(service: Service) -> HeadMemory:
 
 @pytest.fixture
 def node() -> Iterator[NodeMemory]:
-    made = NodeMemory(1)
+    made = NodeMemory("worker 1")
     yield made
     made.close()
 
@@ -254,7 +254,7 @@ def test_a_segment_that_the_kernel_refuses(node: NodeMemory) -> None:
 
 def test_what_is_closed_leaves_nothing_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    node = NodeMemory(1)
+    node = NodeMemory("worker 1")
     node.hold(ARENA, NBYTES)
     node.write(Piece(PARAMETERS, NBYTES, 0, b"a"))
     node.hold(PARAMETERS, 2 * NBYTES)

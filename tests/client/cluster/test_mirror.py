@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.examples import examples
 
-from central_storage.cluster.mirror import Fresh, Mirror
+from central_storage.cluster.mirror import Copy, Fresh, Mirror
 from central_storage.cluster.ranges import Catalogue
 from cs_proto import segment_names
 from cs_proto.descriptors import Array, Location
@@ -47,7 +47,8 @@ def run(number: int, series: int = 0) -> Run:
 
 
 class World:
-    """The memory of a service and of a worker elsewhere, and a server that does not know of either."""
+    """The memory of a service and of a machine elsewhere with one worker or more, and a server that does not know of
+    them."""
 
     def __init__(self) -> None:
         self.head, self.node = np.zeros(2048, np.uint8), np.zeros(2048, np.uint8)
@@ -57,8 +58,29 @@ class World:
         self.variables: dict[int, Variable] = {}
         #: What the worker of now was told.
         self.known: set[int] = set()
-        self.catalogue, self.mirror = Catalogue(0), Mirror()
+        self.copy = Copy()
+        self.catalogue, self.mirror = Catalogue(0), Mirror(self.copy)
         self.made = 0
+        self._others: list[tuple[set[int], Catalogue, Mirror]] = []
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return 1 + len(self._others)
+
+    def another(self) -> None:
+        """One more worker of the same machine is the one of now."""
+        self._others.append((self.known, self.catalogue, self.mirror))
+        self.replace()
+
+    def replace(self) -> None:
+        """The worker of now has died, and this is another one."""
+        self.known, self.catalogue, self.mirror = set(), Catalogue(0), Mirror(self.copy)
+
+    def turn(self) -> None:
+        """The next one of the workers is the one of now."""
+        self._others.append((self.known, self.catalogue, self.mirror))
+        self.known, self.catalogue, self.mirror = self._others.pop(0)
 
     def make(self, offset: int, nbytes: int = 64, *, sparse: bool = False) -> int:
         """A variable of zeros; no commit counts it."""
@@ -106,7 +128,8 @@ class World:
     def free(self, number: int) -> None:
         self._bytes(number)[:] = 0
         del self.variables[number]
-        self.known.discard(number)
+        for known in (self.known, *(known for known, _, _ in self._others)):
+            known.discard(number)
 
     def check(self) -> None:
         """The worker has of every variable that it knows what the service has."""
@@ -232,11 +255,71 @@ def test_another_server_that_has_not_finished_the_commit_of_the_last_one(world: 
 
 
 def test_another_worker_has_nothing(world: World) -> None:
-    world.mirror.start_anew()
+    world.mirror = Mirror()
     assert world.down(FINISHED).ranges == [(SLAB, 0, 128), (SLAB, 256, 320)]
     world.catalogue = Catalogue(0)
     assert world.down(FINISHED) == NOTHING
     assert world.teach(2).ranges == [(SLAB, 64, 128)]
+
+
+def test_workers_of_one_machine_get_a_variable_once(world: World) -> None:
+    world.another()
+    assert world.teach(1, 2, 3) == NOTHING  # the other one has brought them
+    world.check()
+    world.commit(1, 3)
+    assert world.down(FINISHED).ranges == [(SLAB, 0, 64), (SLAB, 256, 320)]
+    world.turn()
+    assert world.down(FINISHED) == NOTHING
+    world.check()
+    world.commit(2)
+    assert world.down(FINISHED).ranges == [(SLAB, 64, 128)]
+    world.turn()
+    assert world.down(FINISHED) == NOTHING
+    world.check()
+
+
+def test_a_worker_gets_what_the_others_do_not_know(world: World) -> None:
+    world.another()
+    made = world.make(512)
+    assert world.teach(1, made).ranges == [(SLAB, 512, 576)]
+    world.commit(1, 2, made)
+    assert world.down(FINISHED).ranges == [(SLAB, 0, 64), (SLAB, 512, 576)]
+    world.check()
+    world.turn()
+    assert world.down(FINISHED).ranges == [(SLAB, 64, 128)]
+    world.check()
+
+
+def test_the_next_worker_finds_what_the_last_one_had(world: World) -> None:
+    world.replace()
+    assert world.teach(1, 2, 3) == NOTHING
+    world.commit(2)
+    world.replace()
+    assert world.teach(1, 2).ranges == [(SLAB, 64, 128)]
+    world.check()
+
+
+def test_what_one_worker_got_within_a_commit_the_next_gets_whole(world: World) -> None:
+    world.another()
+    world.teach(1, 2, 3)
+    finish = world.begin(2)
+    assert world.down(FINISHED) == Fresh([(SLAB, 64, 128)], [])
+    finish()
+    world.turn()
+    assert world.down(FINISHED).ranges == [(SLAB, 64, 128)]
+    world.check()
+    world.turn()
+    assert world.down(FINISHED) == NOTHING
+    world.check()
+
+
+def test_a_worker_that_hears_late_of_the_place_of_a_variable(world: World) -> None:
+    """Numbers are not used again, but what one worker knows of a number is no reason to trust another place."""
+    world.another()
+    world.variables[2] = variable(2, 512)
+    world.head[512:576] = 9
+    assert world.teach(2).ranges == [(SLAB, 512, 576)]
+    world.check()
 
 
 def test_of_a_table_the_worker_gets_the_word_alone() -> None:
@@ -280,12 +363,13 @@ def test_a_variable_without_a_word_is_refused() -> None:
         world.teach(world.make(0))
 
 
-STEPS = ["make", "make", "teach", "commit", "commit", "middle", "free", "restart", "worker", "late", "pass", "pass"]
+STEPS = ["make", "make", "teach", "commit", "commit", "middle", "free", "restart", "machine", "late", "pass", "pass"]
+STEPS += ["another", "turn", "turn", "worker"]
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 1 << 16)), max_size=60))
-def test_whatever_happens_the_worker_has_what_the_service_has(steps: list[tuple[str, int]]) -> None:
+def test_whatever_happens_a_worker_has_what_the_service_has(steps: list[tuple[str, int]]) -> None:
     world, late = World(), [FINISHED]
     for step, seed in steps:
         draw = random.Random(seed)
@@ -318,10 +402,15 @@ def test_whatever_happens_the_worker_has_what_the_service_has(steps: list[tuple[
                 late.append(Forget((gone,)))
         elif step == "restart":
             world.versions[0] += np.uint64(1)
+        elif step == "machine" and world.workers == 1:
+            world.node[:], world.told[:], world.copy = 0, 0, Copy()
+            world.replace()
         elif step == "worker":
-            world.node[:], world.told[:], world.known = 0, 0, set()
-            world.catalogue = Catalogue(0)
-            world.mirror.start_anew()
+            world.replace()
+        elif step == "another" and world.workers < 3:
+            world.another()
+        elif step == "turn":
+            world.turn()
         elif step == "late":  # an answer that was given before a variable was freed, or the news that it was freed
             old = draw.choice(late)
             if isinstance(old, Described) and old.variables[0].number in world.variables:

@@ -146,7 +146,7 @@ Serving: run_directory transport
 Died: role rank incarnation pid cause log restarts node
 Output: stream text
 Shutdown: reason
-Join: protocol pid rank incarnation name node
+Join: protocol pid rank incarnation name node workers
 Joined: rank incarnation replicas transport name
 Interrupt: replica
 MadeProgress: incarnation

@@ -15,7 +15,7 @@ def request(address: str = "auto", workers: int = 5, **more: object) -> Request:
 def test_a_bundle_for_each_worker() -> None:
     asked = request()
     assert asked.bundles() == [{"CPU": 2.0, "disk": 0.5}] * 5
-    assert [asked.bundle_of(worker) for worker in range(5)] == [0, 1, 2, 3, 4]
+    assert asked.launchers() == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]
     assert asked.strategy == "PACK"
     assert request(is_spread=True).strategy == "SPREAD"
 
@@ -23,8 +23,14 @@ def test_a_bundle_for_each_worker() -> None:
 def test_a_bundle_for_the_workers_of_a_node() -> None:
     asked = request(per_node=2)
     assert asked.bundles() == [{"CPU": 4.0, "disk": 1.0}, {"CPU": 4.0, "disk": 1.0}, {"CPU": 2.0, "disk": 0.5}]
-    assert [asked.bundle_of(worker) for worker in range(5)] == [0, 0, 1, 1, 2]
+    assert asked.launchers() == [(0, 2), (1, 2), (2, 1)]  # one for the workers of a node
     assert asked.strategy == "STRICT_SPREAD"
+
+
+@pytest.mark.parametrize(("gpus", "launchers"), [(2.0, [(0, 2), (1, 1)]), (0.5, [(0, 1), (0, 1), (1, 1)])])
+def test_workers_that_share_a_gpu_have_launchers_of_their_own(gpus: float, launchers: list[tuple[int, int]]) -> None:
+    """A launcher gives its workers different GPUs."""
+    assert Request("auto", 3, {"GPU": gpus}, 2).launchers() == launchers
 
 
 def test_pretend_nodes_have_room_for_the_workers() -> None:

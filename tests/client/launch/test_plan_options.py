@@ -14,6 +14,7 @@ def options(*words: str) -> argparse.Namespace:
     parser.add_argument("--ray")
     parser.add_argument("--serve", type=int)
     parser.add_argument("--listen")
+    parser.add_argument("--workers-per-node", type=int)
     return parser.parse_args(words)
 
 
@@ -53,5 +54,8 @@ def test_where_workers_of_other_machines_would_be() -> None:
     found = plan_options._places(options("--serve", "3", "--listen", "tcp://192.0.2.7:5600"))
     assert found["nodes"] == ["machine 1", "machine 2", "machine 3"]
     assert found["head"] == "192.0.2.7"
+    assert not found["is_shared"]
     assert plan_options._places(options("--serve", "1"))["head"] == ""
+    several = plan_options._places(options("--serve", "3", "--workers-per-node", "2"))
+    assert (several["nodes"], several["is_shared"]) == (["machine 1", "machine 1", "machine 2"], True)
     assert plan_options._places(options())["nodes"] == []

@@ -49,6 +49,16 @@ def test_without_the_option_nothing_is_checked_and_nothing_else_is_taken() -> No
     ray_options.check(options(), ["serve"])
     with pytest.raises(ConfigurationError, match="--worker-resources needs --ray"):
         ray_options.check(options("--worker-resources", "CPU=1"), [])
+    with pytest.raises(ConfigurationError, match="--workers-per-node needs --ray"):
+        ray_options.check(options("--workers-per-node", "2"), [])
+    asked = options("--workers-per-node", "2")
+    asked.plan = False
+    with pytest.raises(ConfigurationError, match="--workers-per-node needs --ray"):
+        ray_options.check(asked, ["serve"])
+    asked.plan = True  # of machines without Ray
+    ray_options.check(asked, ["serve"])
+    with pytest.raises(ConfigurationError, match="at least 1, not 0"):
+        ray_options.check(options("--workers-per-node", "0"), ["serve"])
     with pytest.raises(ConfigurationError, match="--spread needs --ray"):
         ray_options.check(options("--spread"), [])
 

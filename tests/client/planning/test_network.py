@@ -45,6 +45,23 @@ def test_it_says_what_lies_where() -> None:
         assert line in text
 
 
+def test_workers_of_a_node_may_share_a_copy() -> None:
+    asked = with_changes(REQUEST, is_shared=True)
+    text = "\n".join(lines(asked, estimate()))
+    for line in (
+        "10.0.0.4 (head)  script, server, gateway         1.5 GB",
+        "10.0.0.5         2 workers                       302 MB",
+        "each node: a copy of the variables (100 MB), and of each worker its gradients (100 MB) and its arguments",
+        "a step sends each node 100 MB of variables, each worker 1.0 MB of arguments, and takes 100 MB of gradients "
+        "from each worker",
+        "through the network card of the head: 408 MB out, 800 MB in; the workers of a node share its copy",
+    ):
+        assert line in text
+    step = cost.dense(8, estimate().plan.gradients, cost.sealed_rate(10e9), 4)
+    assert f"{step.network + 8 * MB / cost.CURVE:.1f} s" in text
+    assert step.network < 0.76 * cost.dense(8, estimate().plan.gradients, cost.sealed_rate(10e9)).network
+
+
 def test_the_times_are_those_of_the_formulas() -> None:
     found = estimate()
     text = lines(REQUEST, found)

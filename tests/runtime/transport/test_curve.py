@@ -190,6 +190,23 @@ def test_keys_of_a_service_and_its_first_worker(tmp_path: Path) -> None:
     assert [Path(path).name for path in made] == list(names)
 
 
+def test_how_many_workers_a_machine_may_run_is_said_with_its_key(keys: str, tmp_path: Path) -> None:
+    service = ServiceKeys.read(keys)
+    make_keys(keys, worker="n1")
+    make_keys(keys, worker="n2", places=8)
+    assert [service.places_of(f"worker-{name}") for name in ("n1", "n2", "nobody")] == [1, 8, 1]
+    assert stat.S_IMODE((Path(keys) / "worker-n2.key").stat().st_mode) == 0o644
+    assert service.role_of(worker_of(keys, tmp_path, "n2").public) == "worker-n2"
+    write_public(keys, "worker-3", key_pair()[0], 4)
+    assert service.places_of("worker-3") == 4
+    with (Path(keys) / "worker-n1.key").open("a") as file:
+        file.write("    places = many\n    places = 0\nplaces = 7\n")
+    assert service.places_of("worker-n1") == 1
+    for places in (0, -1, 1025):
+        with pytest.raises(ConfigurationError, match=f"a machine runs 1 to 1024 workers, not {places}"):
+            make_keys(keys, worker="n4", places=places)
+
+
 def test_a_key_in_the_files_of_both_is_an_observers(keys: str, tmp_path: Path) -> None:
     make_keys(keys, worker="n1")
     worker = worker_of(keys, tmp_path, "n1")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from central_storage.launch.foreground import START_FAILED, WORKER_FAILED
 from central_storage.launch.plan import Command, of_incarnation
-from central_storage.launch.supervisor.children import Child
+from central_storage.launch.supervisor.children import Child, reap_adopted
 from central_storage.launch.supervisor.connections import Peer
 from central_storage.launch.supervisor.lifecycle import STOP_GRACE
 from cs_proto.errors import LaunchError
@@ -27,7 +27,7 @@ from cs_runtime.run_file import RunFile
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import NAME_VARIABLE
 
-from .launcher import WorkerLauncher
+from .launcher import Terminal, WorkerLauncher
 
 __all__ = ["join"]
 
@@ -47,7 +47,7 @@ def join(run_directory: str, command_of: Callable[[Joined], Command], start_time
 
 class _Joining(WorkerLauncher):
     def __init__(self, run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> None:
-        super().__init__(run_directory, command_of)
+        super().__init__(run_directory, command_of, Terminal())
         self._deadline = time.monotonic() + start_timeout
         self._service: Peer | None = None
         self._died: Died | None = None  # the service may not have been told
@@ -58,7 +58,7 @@ class _Joining(WorkerLauncher):
         self._next: Joined | None = None  # to be started when the one that runs has ended
 
     def run(self) -> int:
-        with self._signals():
+        with self._terminal.signals(self._signalled):
             self._loop.call_later(0.0, self._connect)
             try:
                 while self._code is None:
@@ -163,8 +163,16 @@ class _Joining(WorkerLauncher):
             self._worker.asked = True
             self._loop.call_later(STOP_GRACE, self._kill)
 
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
+        elif self._told:
+            self._kill()
+        else:
+            self._end()
+
     def _close(self) -> None:
-        self._flush(lambda: self._service is not None and bool(self._service.waiting))
+        self._terminal.flush(lambda: self._service is not None and bool(self._service.waiting))
         self._kill()
         if self._service is not None:
             self._service.close()

@@ -1,6 +1,7 @@
-"""What the launchers of one worker share: the worker as a child, what a supervisor asks of its launcher, and signals.
+"""What the launchers of workers share: a worker as a child, what a supervisor asks of its launcher, and signals.
 
-:mod:`.join` is the launcher in another container, :mod:`.outpost` the one on another machine.
+:mod:`.join` is the launcher in another container. On another machine, :mod:`.outpost` is one process that has a
+:mod:`.seat` for each of its workers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import suppress
 
 from central_storage.launch.foreground import WORKER_FAILED
 from central_storage.launch.plan import Command
-from central_storage.launch.supervisor.children import Child, end_leftovers, reap_adopted
+from central_storage.launch.supervisor.children import Child, end_leftovers
 from central_storage.launch.supervisor.lifecycle import STOP_GRACE
 from central_storage.launch.supervisor.loop import Loop, Signals
 from central_storage.launch.supervisor.output import Console, Screen, Stream
@@ -21,29 +22,48 @@ from cs_proto.messages import Died, Interrupt, Joined, Kill, ShowStacks, Shutdow
 from cs_proto.printable import printable
 from cs_proto.records import Record
 
-__all__ = ["WorkerLauncher"]
+__all__ = ["Terminal", "WorkerLauncher"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds for the last messages at the end.
 _LAST_WORDS = 0.5
 
 
-class WorkerLauncher:
-    """Base of both. A subclass connects to the service, and says what follows from the end of the worker."""
+class Terminal:
+    """What a launcher has once, however many workers it runs: the loop, the terminal, and the signals."""
 
-    def __init__(self, run_directory: str, command_of: Callable[[Joined], Command]) -> None:
-        self._run_directory, self._command_of = run_directory, command_of
-        self._loop = Loop()
-        self._console = Console(self._loop)
-        self._screen = Screen(self._console)
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self._console = Console(self.loop)
+        self.screen = Screen(self._console)
+
+    def signals(self, heed: Callable[[int], None]) -> Signals:
+        """Hands signals to ``heed`` for the length of a block."""
+        return Signals(self.loop, (*_ENDING, signal.SIGCHLD), heed)
+
+    def say(self, text: str) -> None:
+        """Print lines of the launcher."""
+        self.screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))
+
+    def flush(self, is_waiting: Callable[[], bool] = lambda: False) -> None:
+        """Give the terminal, and whatever else waits, a moment."""
+        deadline = time.monotonic() + _LAST_WORDS
+        while (not self._console.empty or is_waiting()) and (left := deadline - time.monotonic()) > 0:
+            self.loop.turn(left)
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            sys.stderr.flush()
+
+
+class WorkerLauncher:
+    """The launcher of one worker. A subclass connects to the service, and says what follows from the worker's end."""
+
+    def __init__(self, run_directory: str, command_of: Callable[[Joined], Command], terminal: Terminal) -> None:
+        self._run_directory, self._command_of, self._terminal = run_directory, command_of, terminal
+        self._loop, self._say = terminal.loop, terminal.say
         self._worker: Child | None = None
         self._told = False  # told to end, by a signal or by the service
         self._has_failed = False  # the worker has died, and none runs in its place
         self._code: int | None = None
-
-    def _signals(self) -> Signals:
-        """Handles signals for the length of a block."""
-        return Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled)
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
@@ -56,7 +76,7 @@ class WorkerLauncher:
             self._code = WORKER_FAILED
 
     def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
-        self._screen.write(stream, worker.command.label, lines)
+        self._terminal.screen.write(stream, worker.command.label, lines)
 
     def _ended(self, worker: Child) -> None:
         """The worker has ended, and so does what it has started."""
@@ -98,14 +118,6 @@ class WorkerLauncher:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _signalled(self, number: int) -> None:
-        if number == signal.SIGCHLD:
-            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
-        elif self._told:
-            self._kill()
-        else:
-            self._end()
-
     def _end(self) -> None:
         if self._told:
             return
@@ -120,14 +132,3 @@ class WorkerLauncher:
     def _kill(self) -> None:
         if self._worker is not None:
             self._worker.signal(signal.SIGKILL)
-
-    def _flush(self, is_waiting: Callable[[], bool] = lambda: False) -> None:
-        """Give the terminal, and whatever else waits, a moment."""
-        deadline = time.monotonic() + _LAST_WORDS
-        while (not self._console.empty or is_waiting()) and (left := deadline - time.monotonic()) > 0:
-            self._loop.turn(left)
-        with suppress(OSError, ValueError):  # nobody reads it any more
-            sys.stderr.flush()
-
-    def _say(self, text: str) -> None:
-        self._screen.write("stderr", "cs-launch", printable(text, lines=True).split("\n"))

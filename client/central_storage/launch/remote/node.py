@@ -1,9 +1,9 @@
 """The service as one worker on another machine sees it: its supervisor, its server, its peers and its memory.
 
-A node makes all of them in a run directory of its own, so the worker is the one that runs anywhere. What the worker
-says goes to the gateway as it is, behind the bytes that it stands for; what the others say comes from there. The worker
-knows them by names that the node has made: a name means something on one machine only. :mod:`.outpost` starts the
-worker, and knows the gateway.
+A node makes all of them in a run directory of its own, so the worker is the one that runs anywhere. Only the memory of
+dense variables is that of all workers of the machine. What the worker says goes to the gateway as it is, behind the
+bytes that it stands for; what the others say comes from there. The worker knows them by names that the node has made: a
+name means something on one machine only. :mod:`.seat` starts the worker, and :mod:`.outpost` knows the gateway.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from central_storage.cluster import items
-from central_storage.cluster.memory import NodeMemory
+from central_storage.cluster.memory import NodeMemory, is_shared
 from central_storage.cluster.ranges import Catalogue
 from central_storage.cluster.sockets import Sockets, Wire
 from central_storage.launch.supervisor.children import Child
@@ -50,7 +50,7 @@ class _Incarnation:
         self.name = b""
         #: What the supervisor said before that.
         self.early: list[Record] = []
-        self.memory, self.catalogue = NodeMemory(self.rank), Catalogue(self.rank)
+        self.memory, self.catalogue = NodeMemory(f"worker {self.rank}"), Catalogue(self.rank)
         self.from_worker = Decoder(LIMITS)
         self.from_server, self.from_peers = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
         #: Those that may send messages to the worker, under the names that they have here.
@@ -63,11 +63,14 @@ class _Incarnation:
 
 
 class Node:
-    """The surroundings of the worker of one outpost, from one incarnation to the next."""
+    """The surroundings of one worker of an outpost, from one incarnation to the next."""
 
-    def __init__(self, loop: Loop, run_directory: str, put: Callable[[bytes, Sequence[Buffer]], None]) -> None:
-        """``put`` puts an item for the gateway. Nothing is opened yet."""
-        self._loop, self._run_directory, self._put = loop, run_directory, put
+    def __init__(
+        self, loop: Loop, run_directory: str, put: Callable[[bytes, Sequence[Buffer]], None], shared: NodeMemory
+    ) -> None:
+        """``put`` puts an item for the gateway. ``shared`` is the memory of all workers of the outpost. Nothing is
+        opened yet."""
+        self._loop, self._run_directory, self._put, self._shared = loop, run_directory, put, shared
         self._reception = Reception(loop, self._record, self._gone, lambda peer: False, lambda what: None)
         self._sockets = Sockets()
         self._server: Wire | None = None
@@ -108,14 +111,19 @@ class Node:
     # --- from the gateway ---------------------------------------------------------------------------------------------
 
     def pass_on(self, kind: bytes, parts: Sequence[Buffer]) -> None:
-        """Do what an item of the gateway stands for. Nothing is done if no worker runs. Raises PeerProtocolError for
-        what no gateway sends."""
+        """Do what an item of the gateway stands for. If no worker runs, only the memory of all workers is written.
+        Raises PeerProtocolError for what no gateway sends."""
         now = self._now
+        if kind == items.MEMORY:
+            piece = items.piece_of(parts)
+            if is_shared(piece.segment):
+                self._shared.write(piece)
+            elif now is not None:
+                now.memory.write(piece)
+            return
         if now is None:
             return
-        if kind == items.MEMORY:
-            now.memory.write(items.piece_of(parts))
-        elif kind == items.SUPERVISOR:
+        if kind == items.SUPERVISOR:
             self._heed(now, decode(parts))
         elif kind == items.SERVER:
             now.catalogue.learn(now.from_server.decode(parts))
@@ -157,9 +165,10 @@ class Node:
         if segment_names.is_sparse(name):  # its bytes are not here: rows of it are fetched from the server
             now.peer.send(replace(segment, writable=False, is_elsewhere=True))
             return
-        now.memory.hold(name, segment.reservation)
-        answer = replace(segment, reservation=now.memory.reservation(name))
-        now.peer.send(answer, now.memory.descriptor(name, writable=segment.writable))
+        memory = self._shared if is_shared(name) else now.memory
+        memory.hold(name, segment.reservation)
+        answer = replace(segment, reservation=memory.reservation(name))
+        now.peer.send(answer, memory.descriptor(name, writable=segment.writable))
 
     def _introduce(self, now: _Incarnation, who: Introduce) -> None:
         """A process may send messages to the worker; its name is what it is called."""

@@ -1,8 +1,9 @@
-"""``cs-launch --join tcp://ADDRESS:PORT``: one worker of a service on another machine.
+"""``cs-launch --join tcp://ADDRESS:PORT``: workers of a service on another machine.
 
-It is linked to the gateway of the service, is assigned a worker, and runs it as a child, in a private run directory
-with surroundings of its own (:mod:`.node`). A cut of the link changes nothing as long as it is mended in time. If the
-gateway was started again, the worker is, too. ``join_options`` calls :func:`hold`.
+It is linked to the gateway of the service, is assigned a worker for each of its places, and runs them as children,
+each in a private run directory with surroundings of its own (:mod:`.seat`, :mod:`.node`). A cut of the link changes
+nothing as long as it is mended in time. If the gateway was started again, the workers are, too. ``join_options`` calls
+:func:`hold`.
 """
 
 from __future__ import annotations
@@ -14,83 +15,105 @@ from functools import partial
 
 from central_storage.cluster import items
 from central_storage.cluster.link import Link
-from central_storage.launch.plan import Command, of_incarnation
-from central_storage.launch.supervisor.children import Child
-from cs_proto.codec import decode, encode
-from cs_proto.errors import CentralStorageError, ConfigurationError, Fenced, LaunchError, PeerProtocolError
+from central_storage.cluster.memory import NodeMemory
+from central_storage.launch.plan import Command
+from central_storage.launch.supervisor.children import reap_adopted
+from cs_proto.codec import encode
+from cs_proto.errors import CentralStorageError, ConfigurationError, Fenced, LaunchError
 from cs_proto.messages import PROTOCOL, Join, Joined
 from cs_proto.records import Buffer
 from cs_runtime import heap, open_files
 from cs_runtime.transport.curve import WorkerKeys
 
-from .launcher import WorkerLauncher
-from .node import Node, wake
+from .launcher import Terminal
+from .node import wake
+from .seat import Seat
 
-__all__ = ["hold"]
+__all__ = ["Place", "hold"]
+
+#: The run directory of a worker, and what returns the command to start it.
+Place = tuple[str, Callable[[Joined], Command]]
 
 # Seconds after which somebody who waits for the gateway hears what for.
 _SAY_AFTER = 4.0
 
 
-def hold(
-    endpoint: str,
-    keys: WorkerKeys,
-    run_directory: str,
-    command_of: Callable[[Joined], Command],
-    start_timeout: float,
-) -> int:
-    """Run one worker of the service behind ``endpoint`` until the service ends or releases it. The worker's sockets lie
-    in ``run_directory``; ``command_of`` returns the command to start it. A worker that dies is started again when the
-    service asks for that.
+def hold(endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout: float) -> int:
+    """Run workers of the service behind ``endpoint``, one in each of ``places``, until the service ends or releases
+    them. A worker that dies is started again when the service asks for that.
 
     Returns the exit code: 0 after SIGTERM or Ctrl-C, or if the service ended in order, 4 otherwise. Raises LaunchError
-    if no service answers within ``start_timeout`` seconds or if it has no place for this worker, and
-    ConfigurationError if it does not admit the key.
+    if no service answers within ``start_timeout`` seconds or if it has no place for one of the workers, and
+    ConfigurationError if it does not admit the key, or not for so many.
     """
     open_files.raise_limit()
     heap.keep_freed_blocks()
-    return _Outpost(endpoint, keys, run_directory, command_of, start_timeout).run()
+    return _Outpost(endpoint, keys, places, start_timeout).run()
 
 
-class _Outpost(WorkerLauncher):
-    def __init__(
-        self,
-        endpoint: str,
-        keys: WorkerKeys,
-        run_directory: str,
-        command_of: Callable[[Joined], Command],
-        start_timeout: float,
-    ) -> None:
-        super().__init__(run_directory, command_of)
+class _Outpost:
+    def __init__(self, endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout: float) -> None:
         self._endpoint, self._keys, self._start_timeout = endpoint, keys, start_timeout
+        self._terminal = Terminal()
+        self._loop = self._terminal.loop
         self._link: Link | None = None
-        self._node = Node(self._loop, run_directory, self._put)
-        self._has_joined = False
+        self._of_items = items.Places(len(places), self._put)
+        # The places for which no worker has been asked yet over this link, and the one for which it was asked last.
+        self._unasked: list[int] = []
+        self._asked = 0
+        # The dense variables, for all workers.
+        self._shared = NodeMemory("this machine")
+        self._seats = [
+            Seat(
+                self._terminal,
+                *place,
+                endpoint,
+                partial(self._put_of, number),
+                self._shared,
+                lambda: self._link is None,
+            )
+            for number, place in enumerate(places)
+        ]
 
     def run(self) -> int:
-        with self._signals():
+        with self._terminal.signals(self._signalled):
             try:
-                self._node.open()
+                for seat in self._seats:
+                    seat.open()
                 self._connect()
-                while self._code is None:
+                while any(seat.code is None for seat in self._seats):
                     self._loop.turn(None if self._link is None else self._link.timeout())
                     self._look()
+                    if any(seat.code for seat in self._seats):  # one cannot go on, so the service cannot either
+                        self._end()
+                    elif self._link is None and self._is_empty and not self._is_told:
+                        self._connect()
             finally:
                 self._close()
-        return self._code
+        return max(seat.code or 0 for seat in self._seats)
 
     def _connect(self) -> None:
-        """Ask the gateway for a worker."""
+        """Ask the gateway for workers. None runs now, and the memory that they have shared is not used again."""
+        self._shared.close()
         self._link = Link.connect(self._endpoint, self._keys, self._start_timeout)
         self._loop.on_readable(self._link.fileno(), wake)
         self._loop.call_later(_SAY_AFTER, partial(self._say_if_unanswered, self._link))
-        self._put(items.JOIN, encode(Join(PROTOCOL, os.getpid())))
+        self._of_items = items.Places(len(self._seats), self._put)
+        self._unasked = [number for number, seat in enumerate(self._seats) if not seat.is_told]
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for the next worker. The service has refused the first if it has no place for all of them."""
+        if self._unasked:
+            join = Join(PROTOCOL, os.getpid(), workers=len(self._unasked))
+            self._asked = self._unasked.pop(0)
+            self._put_of(self._asked, items.JOIN, encode(join))
 
     def _say_if_unanswered(self, link: Link) -> None:
         """Say what is waited for, if that may be in vain."""
-        if link is self._link and not link.is_open and not self._told:
+        if link is self._link and not link.is_open and not self._is_told:
             left = max(0.0, self._start_timeout - _SAY_AFTER)
-            self._say(
+            self._terminal.say(
                 f"no gateway answers at {self._endpoint} yet, and is waited for {left:g} s: {link.why_not_open()}"
             )
 
@@ -98,14 +121,23 @@ class _Outpost(WorkerLauncher):
         if self._link is not None:
             self._link.put(kind, parts)
 
+    def _put_of(self, number: int, kind: bytes, parts: Sequence[Buffer]) -> None:
+        """Put an item of the worker in a place."""
+        self._of_items.put(number, kind, parts)
+
     def _look(self) -> None:
         """Pass on all that has come, from either side, until nothing more comes."""
         try:
             while (link := self._link) is not None:
                 link.turn()
                 for kind, parts in link.received():
-                    self._heard(kind, parts)
-                if not self._node.turn():
+                    number = self._of_items.of(kind, parts)
+                    if number is not None:
+                        self._seats[number].heard(kind, parts)
+                    if kind == items.JOIN and number == self._asked:
+                        self._ask()
+                has_spoken = [seat.turn() for seat in self._seats]
+                if not any(has_spoken):
                     break
         except CentralStorageError as error:
             self._hang_up(error)
@@ -113,72 +145,57 @@ class _Outpost(WorkerLauncher):
             self._hang_up(self._link.reason or LaunchError("the service is gone"))
 
     def _hang_up(self, reason: CentralStorageError) -> None:
-        """The session is over: the worker ends, and another session begins if the gateway was only started again."""
+        """The session is over: the workers end. When all have, another session begins if the gateway was only started
+        again."""
         assert self._link is not None
         self._loop.forget(self._link.fileno())
         self._link.close()
         self._link = None
-        if self._told:
+        if self._is_told:
             return
-        if not self._has_joined:
+        if not all(seat.has_joined for seat in self._seats):
             raise reason if isinstance(reason, ConfigurationError | LaunchError) else LaunchError(str(reason))
         is_anew = isinstance(reason, Fenced)
-        self._say(f"{reason}{'; another worker is asked for' if is_anew else ''}")
-        if not is_anew:
-            self._has_failed = True
+        other = "other workers are" if len(self._seats) > 1 else "another worker is"
+        self._terminal.say(f"{reason}{f'; {other} asked for' if is_anew else ''}")
+        for seat in self._seats:
+            if is_anew:
+                seat.replace()
+            else:
+                seat.fail()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether no worker runs."""
+        return all(seat.is_empty for seat in self._seats)
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether all workers were told to end."""
+        return all(seat.is_told for seat in self._seats)
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted({pid for seat in self._seats if (pid := seat.living_pid) is not None})
+        elif self._is_told:
+            for seat in self._seats:
+                seat.kill()
+        else:
             self._end()
-        elif self._worker is None:
-            self._connect()
-        else:
-            self._worker.asked = True
-            self._worker.signal(signal.SIGKILL)
 
-    # --- the worker ---------------------------------------------------------------------------------------------------
-
-    def _heard(self, kind: bytes, parts: Sequence[Buffer]) -> None:
-        if kind == items.JOIN:
-            record = decode(parts)
-            if not isinstance(record, Joined) or self._worker is not None:
-                raise PeerProtocolError(f"the gateway sent a {type(record).__name__} where it had to assign a worker")
-            if not self._told:
-                self._start(record)
-        elif kind == items.LAUNCHER:
-            self._heed(decode(parts))
-        elif self._worker is not None:
-            self._node.pass_on(kind, parts)
-
-    def _start(self, assigned: Joined) -> None:
-        self._has_joined, self._has_failed = True, False
-        command = of_incarnation(self._command_of(assigned), assigned.incarnation)
-        self._say(
-            f"worker {command.label} of {assigned.replicas} on {command.device}, for the service behind "
-            f"{self._endpoint}, transport tcp + CURVE"
-        )
-        self._start_child(command)
-        if self._worker is not None:
-            self._node.begin(assigned, self._worker)
-
-    def _follow_end(self, worker: Child) -> None:
-        try:
-            self._node.turn()  # its last messages
-        except CentralStorageError as error:  # what follows is the same as if it had died before
-            self._say(str(error))
-        self._node.end()
-
-    def _go_on(self, worker: Child) -> None:
-        if self._link is None:
-            self._connect()
-        else:
-            self._say(f"{worker.name} ended by {worker.cause}")
-            self._put(items.LAUNCHER, encode(self._failed(worker)))
+    def _end(self) -> None:
+        for seat in self._seats:
+            seat.end()
 
     def _close(self) -> None:
-        self._told = True
-        self._kill()
-        while self._worker is not None:
-            self._loop.turn()
-        self._flush()
-        self._node.close()
+        for seat in self._seats:
+            seat.close()
+        self._terminal.flush()
+        for seat in self._seats:
+            seat.close_node()
+        self._shared.close()
         if self._link is not None:
             self._loop.forget(self._link.fileno())
             self._link.close()

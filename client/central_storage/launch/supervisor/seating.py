@@ -39,6 +39,17 @@ def on_nodes(nodes: Sequence[str]) -> str:
     return f"{workers} on {machines} ({named})"
 
 
+def _no_place(workers: int, left: int, places: int) -> LaunchError:
+    """Why a launcher gets no worker."""
+    more = "tell its server of more (cs-launch --serve N)"
+    if not left:
+        return LaunchError(f"all {places} workers of this service run already; {more}")
+    return LaunchError(
+        f"this machine has {workers} workers to run, and the service only {left} of {places} left; {more}, or name "
+        "fewer devices here"
+    )
+
+
 class Seating:
     """Gives the places of a service's workers to launchers elsewhere."""
 
@@ -90,18 +101,19 @@ class Seating:
     def fill(self) -> None:
         """Give free places to waiting launchers, and turn away launchers for which no place can become free."""
         places = self.places
-        for peer, request in list(self._queue):
+        for waiting in list(self._queue):
+            if waiting not in self._queue:  # it has gone meanwhile
+                continue
+            peer, request = waiting
+            open_to_it = sum(child.is_free or child.is_awaited or self._is_started_again(child) for child in places)
             place = next((child for child in places if child.is_free), None)
-            if place is not None:
+            if open_to_it < request.workers:
+                self._queue.remove(waiting)
+                peer.send(StartFailed(as_record(_no_place(request.workers, open_to_it, len(places)))))
+            elif place is not None:
+                self._queue.remove(waiting)
                 self._give(place, peer, request.pid, request.node)
                 self._say_joined(place, places)
-            elif not any(child.is_awaited or self._is_started_again(child) for child in places):
-                why = f"all {len(places)} workers of this service run already"
-                error = LaunchError(f"{why}; tell its server of more (cs-launch --serve N)")
-                peer.send(StartFailed(as_record(error)))
-            else:
-                continue
-            self._queue.remove((peer, request))
 
     def hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
         """Give the next incarnation of a worker to the launcher that ran the last one. If that launcher is gone,

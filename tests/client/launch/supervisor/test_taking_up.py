@@ -87,6 +87,28 @@ def test_who_comes_back_goes_on(world: World) -> None:
     assert isinstance(late.receive(), StartFailed)
 
 
+def test_a_machine_gets_places_for_all_its_workers_or_none(world: World) -> None:
+    serve(world, FRESH)
+
+    def asks(workers: int) -> Client:
+        launcher = world.client(role="")
+        launcher.send(Join(PROTOCOL, 17, workers=workers))
+        return launcher
+
+    refused = asks(3).receive()
+    assert isinstance(refused, StartFailed)
+    assert "this machine has 3 workers to run, and the service only 2 of 2 left" in refused.error.message
+    first = asks(2)
+    assert joined(first) == (0, 1)
+    refused = asks(2).receive()
+    assert isinstance(refused, StartFailed)
+    assert "2 workers to run, and the service only 1 of 2 left" in refused.error.message
+    assert joined(asks(1)) == (1, 1)
+    refused = asks(1).receive()
+    assert isinstance(refused, StartFailed)
+    assert "all 2 workers of this service run already" in refused.error.message
+
+
 def test_a_worker_elsewhere_is_known_by_the_name_of_its_launcher(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
