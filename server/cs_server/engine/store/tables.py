@@ -136,6 +136,14 @@ class Steps(_Row):
     count: int
 
 
+@record(221)
+class WrittenTogether(_Row):
+    """Variables (ascending numbers) that were written ``count`` times together. Their own rows do not count that."""
+
+    variables: tuple[int, ...]
+    count: int
+
+
 @record(206)
 class SlotNames(_Row):
     """The slots that an optimizer has for one variable; empty if its rule needs none. ``steps``: how often it updated
@@ -461,6 +469,8 @@ class Tables:
         self.sets: Table[int, VariableSet] = Table(b"e", changed)
         #: By variable set. It is a table of its own because it changes with every step.
         self.steps: Table[int, Steps] = Table(b"n", changed)
+        #: By ticket. Thousands of variables are written together, and then one row changes instead of theirs.
+        self.together: Table[int, WrittenTogether] = Table(b"z", changed)
         #: By (optimizer, variable). Optimizer 0, without slots, stands for those that are gone.
         self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
         self.runs: Table[RunId, RunState] = Table(b"r", changed)
