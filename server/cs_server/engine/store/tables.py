@@ -511,9 +511,7 @@ class Tables:
         """Write all changes, also kept ones. Raises ControlFull; then nothing is written, and the changes remain."""
         changes: dict[bytes, bytes | None] = {}
         for table in self._changed:
-            letter = table.letter
-            for key, value in table.changes():
-                changes[letter + _pack_key(key)] = _pack(value)
+            changes |= {table.letter + _pack_key(key): _pack(value) for key, value in table.changes()}
         packed_tally = codec.pack(list(vars(self.tally).values()))
         if packed_tally != self._stored_tally:
             changes[_TALLY] = packed_tally
@@ -549,10 +547,8 @@ class Tables:
         return self.tally.tickets
 
     def _restore_tally(self) -> None:
-        if self._kept_tally:
-            self.tally = ServerCounters(*msgpack.unpackb(self._kept_tally))
-        else:
-            self.tally = _new_tally(self._replicas)
+        kept = self._kept_tally
+        self.tally = ServerCounters(*msgpack.unpackb(kept)) if kept else _new_tally(self._replicas)
 
     def _load(self, key: bytes, value: bytes) -> None:
         table = self._tables.get(key[:1])
