@@ -60,6 +60,7 @@ from cs_proto.messages import (
     Variable,
 )
 from cs_proto.records import Record
+from cs_server.engine.catalogue import variables
 from cs_server.events import Allocate, Discard, Fill, LoadKernel, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0, (2,))
@@ -327,7 +328,9 @@ def test_many_values_are_set_in_one_commit_and_once() -> None:
     assert [book.version(each) for each in (1, 2, 3)] == [1, 1, 1]
 
 
-def test_every_setting_of_many_values_counts_in_their_versions() -> None:
+@pytest.mark.parametrize("few", [2, 16])
+def test_every_setting_of_many_values_counts_in_their_versions(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "_FEW", few)  # fewer are counted one by one
     book = Playbook(2).begin().has(spec("w", (2,))).has(spec("u", (16,))).has(spec("n", (3,)))
     for numbers in [(1, 2), (2, 3), (2, 1), (3,)]:
         value = Array("uint8", (64 * len(numbers),), Location("arena/controller", 0))

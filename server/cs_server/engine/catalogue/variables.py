@@ -25,8 +25,10 @@ from cs_server.events import Allocate, Renamed, Write
 
 from . import slabs
 
-# Rows of what was written together. A script that restores other variables each time changes the row of each variable.
-_MOST_TOGETHER = 16
+# Of fewer variables that are written together, each is counted in its own row.
+_FEW = 16
+# The rows of what was written together have at most so many times as many members as there are variables.
+_MOST_MEMBERS = 2
 
 
 def get(server: State, number: int) -> Variable:
@@ -211,14 +213,16 @@ def written_together(server: State, numbers: tuple[int, ...]) -> None:
     tables, index = server.tables, server.index
     known = index.together.get(members := tuple(sorted(numbers)))
     if known is not None:
-        row = tables.together[known]
-        tables.together[known] = replace(row, count=row.count + 1)
-    elif members and len(tables.together) < _MOST_TOGETHER:
-        tables.together[server.tables.next_ticket()] = WrittenTogether(members, 1)
+        before = tables.together[known]
+        tables.together[known] = replace(before, count=before.count + 1)
+        return
+    most = _MOST_MEMBERS * len(tables.variables)
+    if len(members) >= _FEW and sum(map(len, index.together)) + len(members) <= most:
+        tables.together[tables.next_ticket()] = WrittenTogether(members, 1)
         index.derive_together()
-    else:
-        for number in members:
-            written(server, number)
+        return
+    for number in members:
+        written(server, number)
 
 
 def _forget_together(server: State, numbers: Collection[int]) -> None:

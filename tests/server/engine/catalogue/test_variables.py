@@ -117,7 +117,6 @@ def test_versions_count_writes_and_the_steps_of_every_set(book: Book) -> None:
         book.reopen()
 
 
-@pytest.mark.parametrize("most", [2, 16])
 @given(
     moves=st.lists(
         st.tuples(
@@ -128,12 +127,12 @@ def test_versions_count_writes_and_the_steps_of_every_set(book: Book) -> None:
         max_size=20,
     )
 )
-def test_versions_count_what_is_written_together(most: int, moves: list[tuple[str, list[int], str]]) -> None:
+def test_versions_count_what_is_written_together(moves: list[tuple[str, list[int], str]]) -> None:
     book, counts = Book(), dict.fromkeys(range(1, 5), 0)
     for name in "abcd":
         book.make(name)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(variables, "_MOST_TOGETHER", most)
+        patched.setattr(variables, "_FEW", 2)
         for move, which, end in moves:
             before, numbers = counts, [number for at, number in enumerate(counts) if at in which]
             if move == "together":
@@ -155,10 +154,19 @@ def test_versions_count_what_is_written_together(most: int, moves: list[tuple[st
             else:
                 book.tables.flush()
             assert {variable.number: variable.version for variable in variables.every(book.state)} == counts
-            assert len(book.tables.together) <= most
         book.tables.flush()
         book.reopen()
         assert {variable.number: variable.version for variable in variables.every(book.state)} == counts
+
+
+def test_rows_of_what_is_written_together_are_bounded(book: Book) -> None:
+    numbers = tuple(book.make(f"v{n}") for n in range(40))
+    for left in range(24):
+        variables.written_together(book.state, numbers[left:])
+        rows = book.tables.together.values()
+        assert sum(len(row.variables) for row in rows) <= 2 * len(numbers)
+    assert len(rows) == 2
+    assert [variable.version for variable in variables.every(book.state)] == [*range(1, 25), *[24] * 16]
 
 
 def test_what_is_written_together_again_changes_one_row(book: Book) -> None:
