@@ -313,15 +313,13 @@ class _Plan:
 
     def faults(self, stored: Stored) -> list[str]:
         """What has another dtype or shape in the file."""
-        found = [
-            stored.fault(key, each.column.dtype, shape)
-            for each in self.columns
-            for key, shape in zip(each.keys, each.column.shapes, strict=True)
+        columns = [stored.faults(each.keys, each.column.dtype, each.column.shapes) for each in self.columns]
+        single = [
+            stored.faults([key], dtype_name(entry.dtype), [entry.shape])
+            for key, entry in self.single
+            if not entry.varies
         ]
-        found += [
-            stored.fault(key, dtype_name(entry.dtype), entry.shape) for key, entry in self.single if not entry.varies
-        ]
-        return [fault for fault in found if fault]
+        return [fault for faults in (*columns, *single) for fault in faults]
 
 
 def _planned(path: str, found: _Found, stored: Stored) -> tuple[_Plan, list[str]]:
