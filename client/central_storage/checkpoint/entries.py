@@ -112,16 +112,18 @@ class Entries:
     def add(self, labelled: Iterable[tuple[str, Variable]]) -> None:
         """Add variables by their names."""
         limit = disk.small_nbytes()
-        kinds: dict[tuple[Strategy, np.dtype[Any]], list[tuple[str, Variable]]] = {}
+        kinds: dict[tuple[Strategy, np.dtype[Any]], Named] = {}
         for label, variable in labelled:
-            owner = variable.strategy
-            if owner is None or math.prod(variable.shape) * variable.dtype.itemsize > limit:
+            owner, dtype, shape = variable.strategy, variable.dtype, variable.shape
+            if owner is None or math.prod(shape) * dtype.itemsize > limit:
                 self.single[label] = of_variable(variable)
-            else:
-                kinds.setdefault((owner, variable.dtype), []).append((label, variable))
-        for (owner, dtype), each in kinds.items():
-            column = Column(0, "", dtype_name(dtype), [v.number for _, v in each], [v.shape for _, v in each])
-            self.columns.append(Named(owner, column, [label for label, _ in each]))
+                continue
+            if (named := kinds.get((owner, dtype))) is None:
+                named = kinds[owner, dtype] = Named(owner, Column(0, "", dtype_name(dtype)), [])
+            named.keys.append(label)
+            named.column.numbers.append(variable.number)
+            named.column.shapes.append(shape)
+        self.columns += kinds.values()
 
     def add_slots(
         self, optimizer: Optimizer, ways: Mapping[str, str], labelled: Iterable[tuple[str, Variable]]

@@ -252,13 +252,19 @@ class Stored:
 
     def verify(self) -> None:
         """Check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
-        limit, left = disk.small_nbytes(), self._kept_nbytes
+        limit = disk.small_nbytes()
         small = [key for key, (_, nbytes, _) in self._places.items() if nbytes <= limit]
-        for group in _groups([self._places[key] for key in small]):
-            data = self._read_together([small[at] for at in group])
-            left -= len(data)
-            if left >= 0 and len(data):
-                self._kept[self._places[small[group[0]]][0]] = data, len(data)
+        places = [self._places[key] for key in small]
+        # Of one piece, because the system gives the pages of many small ones more slowly.
+        room = np.empty(min(self._kept_nbytes, sum(nbytes for _, nbytes, _ in places)), np.uint8)
+        for group in _groups(places):
+            begin, end = _span(places, group)
+            is_kept = 0 < end - begin <= len(room)
+            data = room[: end - begin] if is_kept else np.empty(end - begin, np.uint8)
+            self._read_together([small[at] for at in group], data)
+            if is_kept:
+                self._kept[begin] = data.data, len(data)
+                room = room[len(data) :]
         for key, (_, nbytes, _) in self._places.items():
             if nbytes > limit:
                 self.check(key)
@@ -275,44 +281,47 @@ class Stored:
     def array(self, key: str) -> np.ndarray:
         """The array ``key``. The returned bytes themselves have been checked. Raises as :meth:`verify`."""
         offset, nbytes, kind = self._places[key]
-        data = self._read(offset, nbytes)
+        data = np.empty(nbytes, np.uint8)
+        self._read(offset, data)
         self._require(key, checksum(data))
         return self._native(kind, data, kind.shape)
 
     def small(self, keys: Sequence[str]) -> Iterator[tuple[list[int], memoryview]]:
-        """The bytes of small arrays, in the machine's order: of arrays that follow each other in the file together, with
-        their places in ``keys``; in any order. The bytes have been checked. Raises as :meth:`verify`."""
+        """The bytes of small arrays, in the machine's order and in any order of arrays: of those that follow each other
+        together, with their places in ``keys``. The bytes have been checked. Raises as :meth:`verify`."""
         places = [self._places[key] for key in keys]
         begins = sorted(self._kept)
         ends = [begin + len(self._kept[begin][0]) for begin in begins]
         for group in _groups(places, {*begins, *ends}):
-            begin, end = places[group[0]][0], sum(places[group[-1]][:2])
+            begin, end = _span(places, group)
             block = bisect.bisect_right(begins, begin) - 1
-            if block >= 0 and end <= ends[block]:
+            if block >= 0 and begin < end <= ends[block] and begins[block] in self._kept:
                 data = self._take(begins[block], begin, end)
             else:
-                data = self._read_together([keys[at] for at in group])
+                read = np.empty(end - begin, np.uint8)
+                self._read_together([keys[at] for at in group], read)
+                data = read.data
             yield group, data if _IS_LITTLE else self._turned(data, [places[at] for at in group])
 
     def _take(self, block: int, begin: int, end: int) -> memoryview:
         """Bytes of the file that were kept. When all bytes of their block have been taken, it is forgotten."""
         data, left = self._kept[block]
         self._kept[block] = data, left - (end - begin)
-        if left == end - begin:
+        if left <= end - begin:
             del self._kept[block]
         return data[begin - block : end - block]
 
-    def _read_together(self, keys: Sequence[str]) -> memoryview:
-        """The bytes of small arrays that follow each other in the file, once they have been checked."""
+    def _read_together(self, keys: Sequence[str], into: np.ndarray) -> None:
+        """Read small arrays that follow each other in the file, and check each."""
         places = [self._places[key] for key in keys]
         begin, expected, crc32 = places[0][0], self.index.get("checksums"), zlib.crc32
-        data = self._read(begin, sum(places[-1][:2]) - begin).data
+        self._read(begin, into)
         if expected is not None:
+            data = into.data
             found = [f"{crc32(data[at - begin : at - begin + nbytes]):08x}" for at, nbytes, _ in places]
             if found != [expected[key] for key in keys]:
                 for key, each in zip(keys, found, strict=True):
                     self._require(key, each)
-        return data
 
     def _turned(self, data: memoryview, places: Iterable[_Place]) -> memoryview:
         """The bytes of these arrays in the order of a machine that is not little-endian."""
@@ -322,11 +331,9 @@ class Stored:
             at += nbytes
         return memoryview(turned)
 
-    def _read(self, offset: int, nbytes: int) -> np.ndarray:
-        data = np.empty(nbytes, np.uint8)
-        _read_at(self._path, self._file, data.data, offset)
-        self._advance(nbytes)
-        return data
+    def _read(self, offset: int, into: np.ndarray) -> None:
+        _read_at(self._path, self._file, into.data, offset)
+        self._advance(into.nbytes)
 
     def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
         """The array ``key`` in pieces of whole rows: the number of the first row, and the rows, which are valid until
@@ -347,8 +354,7 @@ class Stored:
         buffer = np.empty(min(step, total), np.uint8)
         for begin in range(0, total, step):
             data = buffer[: min(step, total - begin)]
-            _read_at(self._path, self._file, data.data, offset + begin)
-            self._advance(data.nbytes)
+            self._read(offset + begin, data)
             yield begin // row, data
 
     @staticmethod
@@ -377,6 +383,12 @@ def _groups(places: Sequence[_Place], edges: Collection[int] = ()) -> Iterator[l
         end = offset + nbytes
     if group:
         yield group
+
+
+def _span(places: Sequence[_Place], group: Sequence[int]) -> tuple[int, int]:
+    """From where to where a group of places lies."""
+    last, nbytes, _ = places[group[-1]]
+    return places[group[0]][0], last + nbytes
 
 
 @contextlib.contextmanager
@@ -498,16 +510,17 @@ def _places(
     kinds: dict[tuple[str, str, str | None], _Kind] = {}
     places: dict[str, _Place] = {}
     shapes: list[list[Any]] = []
-    at, is_in_order, before, kind = begin, True, None, _Kind("", (), 0)
+    at, is_in_order, kind = begin, True, _Kind("", (), 0)
+    before: list[Any] = [None, None, None]
     for key, entry in entries.items():
         try:
             dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(path, _NO_PLACE.format(key)) from error
-        said = dtype, shape, complex_.get(key)
-        if said != before:
-            before, kind = said, _kind(path, key, *said, kinds)
-        if not (type(first) is type(last) is int and 0 <= first <= last):
+        if shape != before[1] or dtype != before[0] or complex_.get(key) != before[2]:
+            before = [dtype, shape, complex_.get(key)]
+            kind = _kind(path, key, dtype, shape, before[2], kinds)
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last:
             raise _damaged(path, _NO_PLACE.format(key))
         if kind.nbytes >= 0 and last - first != kind.nbytes:
             raise _damaged(path, f"{key} has {last - first} bytes, which does not match {_NAMES[dtype]}{shape}")
@@ -524,7 +537,8 @@ def _places(
             offset, nbytes, _ = place
             if offset != at:
                 key = next(key for key in places if places[key] is place)
-                raise _damaged(path, f"{key} begins at byte {offset - begin} of the arrays, but must begin at {at - begin}")
+                begins = f"{key} begins at byte {offset - begin} of the arrays"
+                raise _damaged(path, f"{begins}, but must begin at {at - begin}")
             at += nbytes
     if at != end:
         raise _damaged(path, f"its arrays take {at - begin} bytes, but the file has {end - begin} for them")
@@ -554,40 +568,32 @@ def _check_index(path: str, index: Mapping[str, Any]) -> None:
 
 
 def _kind(
-    path: str,
-    key: str,
-    dtype: Any,
-    shape: Any,
-    complex_: str | None,
-    kinds: dict[tuple[str, str, str | None], _Kind],
+    path: str, key: str, dtype: Any, shape: Any, complex_: str | None, kinds: dict[tuple[str, str, str | None], _Kind]
 ) -> _Kind:
     """The dtype and shape of an array according to the header, and to the index if it is ``complex_``. ``kinds`` keeps
     what has been checked."""
-    if type(dtype) is not str or type(shape) is not list:
-        raise _damaged(path, _NO_PLACE.format(key))
-    known = dtype, str(shape), complex_  # the text tells 1 from true
-    if known not in kinds:
-        kinds[known] = _new_kind(path, key, dtype, shape, complex_)
-    return kinds[known]
-
-
-def _new_kind(path: str, key: str, dtype: str, shape: list[Any], complex_: str | None) -> _Kind:
-    """As :func:`_kind`."""
-    if not all(map(_is_count, shape)):
+    has_types = type(dtype) is str and type(shape) is list
+    if has_types and (known := (dtype, str(shape), complex_)) in kinds:  # the text tells 1 from true
+        return kinds[known]
+    if not has_types or not all(map(_is_count, shape)):
         raise _damaged(path, _NO_PLACE.format(key))
     name = _NAMES.get(dtype, dtype)
     nbytes = math.prod(shape) * np.dtype(name).itemsize if dtype in _NAMES else -1
-    if complex_ is None:
-        return _Kind(name, tuple(shape), nbytes)
-    if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
-        raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
-    return _Kind(complex_, tuple(shape[:-1]), nbytes)
+    kind = _Kind(name, tuple(shape), nbytes)
+    if complex_ is not None:
+        if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
+            raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
+        kind = _Kind(complex_, tuple(shape[:-1]), nbytes)
+    kinds[known] = kind
+    return kind
 
 
 def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
     """Check that the index names the arrays of the file."""
-    for named in (index["complex"], index["also"].values(), index.get("checksums", ())):
-        if more := [key for key in named if key not in places]:
+    checksums = index.get("checksums", places)
+    is_whole = checksums.keys() == places.keys()
+    for named in (index["complex"], index["also"].values(), () if is_whole else checksums):
+        if more := set(named) - places.keys():
             raise _damaged(path, f"its index names {min(more)}, but it does not hold that array")
-    if less := [key for key in places if key not in index.get("checksums", places)]:
-        raise _damaged(path, f"its index has no checksum for {min(less)}")
+    if not is_whole:
+        raise _damaged(path, f"its index has no checksum for {min(places.keys() - checksums.keys())}")
