@@ -469,8 +469,6 @@ class Tables:
         self.sets: Table[int, VariableSet] = Table(b"e", changed)
         #: By variable set. It is a table of its own because it changes with every step.
         self.steps: Table[int, Steps] = Table(b"n", changed)
-        #: By ticket. Thousands of variables are written together, and then one row changes instead of theirs.
-        self.together: Table[int, WrittenTogether] = Table(b"z", changed)
         #: By (optimizer, variable). Optimizer 0, without slots, stands for those that are gone.
         self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
         self.runs: Table[RunId, RunState] = Table(b"r", changed)
@@ -485,6 +483,7 @@ class Tables:
         #: By ticket.
         self.jobs: Table[int, Job] = Table(b"j", changed)
         self.computations: Table[int, Computation] = Table(b"m", changed)
+        self.together: Table[int, WrittenTogether] = Table(b"z", changed)
         #: By (run, replica, k, number), as in a Check.
         self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
         #: By ticket.
