@@ -281,10 +281,11 @@ def restore(
     with reading(path, kept_nbytes=TOGETHER_NBYTES) as opened, _held(strategies):
         stored = opened if not renamed else with_names(path, opened, renamed, found.prefixes())
         plan, missing = _planned(path, found, stored)
-        # First the entries that take memory, because there may be too little.
-        plan = plan.after(found.to_be_made(stored.keys - plan.names()))
         used = plan.names()
-        unused = {key for key in stored.keys - used if not key.startswith(_STRATEGY)}
+        if others := stored.keys - used:  # first those that take memory, because there may be too little
+            plan = plan.after(found.to_be_made(others))
+            used = plan.names()
+        unused = {key for key in others - used if not key.startswith(_STRATEGY)}
         if wrong := plan.faults(stored):
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
