@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -97,12 +97,7 @@ class Named:
     def renamed(self, keys: Sequence[str | None]) -> Named:
         """The values that have one of these names instead; those without one are left out."""
         left = [place for place, key in enumerate(keys) if key is not None]
-        column = replace(
-            self.column,
-            numbers=[self.column.numbers[place] for place in left],
-            shapes=[self.column.shapes[place] for place in left],
-        )
-        return Named(self.owner, column, [key for key in keys if key is not None])
+        return Named(self.owner, self.column.part(left), [key for key in keys if key is not None])
 
 
 class Entries:
@@ -117,16 +112,18 @@ class Entries:
     def add(self, labelled: Iterable[tuple[str, Variable]]) -> None:
         """Add variables by their names."""
         limit = disk.small_nbytes()
-        kinds: dict[tuple[Strategy, np.dtype[Any]], list[tuple[str, Variable]]] = {}
+        kinds: dict[tuple[Strategy, np.dtype[Any]], Named] = {}
         for label, variable in labelled:
-            owner = variable.strategy
-            if owner is None or math.prod(variable.shape) * variable.dtype.itemsize > limit:
+            owner, dtype, shape = variable.strategy, variable.dtype, variable.shape
+            if owner is None or math.prod(shape) * dtype.itemsize > limit:
                 self.single[label] = of_variable(variable)
-            else:
-                kinds.setdefault((owner, variable.dtype), []).append((label, variable))
-        for (owner, dtype), each in kinds.items():
-            column = Column(0, "", dtype_name(dtype), [v.number for _, v in each], [v.shape for _, v in each])
-            self.columns.append(Named(owner, column, [label for label, _ in each]))
+                continue
+            if (named := kinds.get((owner, dtype))) is None:
+                named = kinds[owner, dtype] = Named(owner, Column(0, "", dtype_name(dtype)), [])
+            named.keys.append(label)
+            named.column.numbers.append(variable.number)
+            named.column.shapes.append(shape)
+        self.columns += kinds.values()
 
     def add_slots(
         self, optimizer: Optimizer, ways: Mapping[str, str], labelled: Iterable[tuple[str, Variable]]
@@ -360,27 +357,21 @@ class Setting:
         #: How many have been set.
         self.count = 0
         self._stored = stored
-        self._columns: dict[Strategy, list[tuple[Column, list[memoryview]]]] = {}
+        self._columns: dict[Strategy, list[tuple[Column, memoryview]]] = {}
         self._counts: dict[Optimizer, dict[Variable, int]] = {}
         self._held = self._nbytes = 0
 
     def set_column(self, named: Named) -> None:
         """Set a column, at the latest with :meth:`flush`. Raises CheckpointDamagedError if the file has changed."""
-        part, values = self._begin(named)
-        for place, value in self._stored.small(named.keys):
-            part.numbers.append(named.column.numbers[place])
-            part.shapes.append(named.column.shapes[place])
-            values.append(value)
-            self._held += 1
-            self._nbytes += len(value)
-            if self._nbytes > TOGETHER_NBYTES:
-                self.flush()
-                part, values = self._begin(named)
+        for places, values in self._stored.small(named.keys):
+            self._hold(named.owner, named.column.part(places), values)
 
-    def _begin(self, named: Named) -> tuple[Column, list[memoryview]]:
-        column, values = replace(named.column, numbers=[], shapes=[]), list[memoryview]()
-        self._columns.setdefault(named.owner, []).append((column, values))
-        return column, values
+    def _hold(self, owner: Strategy, column: Column, values: memoryview) -> None:
+        self._columns.setdefault(owner, []).append((column, values))
+        self._held += len(column.numbers)
+        self._nbytes += len(values)
+        if self._nbytes > TOGETHER_NBYTES:
+            self.flush()
 
     def set(self, entry: Entry, key: str) -> None:
         """Set an entry to the array ``key``. Raises as :meth:`set_column`."""
@@ -393,16 +384,12 @@ class Setting:
         if entry.counted is not None:
             optimizer, variable = entry.counted
             self._counts.setdefault(optimizer, {})[variable] = int(value)
+            self._held += 1
         elif entry.owner is not None and entry.column is not None:
-            self._columns.setdefault(entry.owner, []).append((entry.column, [value.reshape(-1).view(np.uint8).data]))
-            self._nbytes += value.nbytes
+            self._hold(entry.owner, entry.column, value.reshape(-1).view(np.uint8).data)
         else:
             entry.write(value)
             self.count += 1
-            return
-        self._held += 1
-        if self._nbytes > TOGETHER_NBYTES:
-            self.flush()
 
     def flush(self) -> None:
         """Set what has not been set yet."""

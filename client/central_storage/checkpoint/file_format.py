@@ -8,15 +8,17 @@ index also has the name of the file, so a file that is renamed to another number
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import json
 import math
 import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -76,7 +78,7 @@ def _is_text(value: object) -> bool:
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    return isinstance(value, dict) and set(map(type, value.values())) <= {str}
 
 
 @frozen
@@ -149,8 +151,7 @@ def header_of_format_2(index: Mapping[str, Any], places: str) -> bytes:
 
 def sealed(header: bytes) -> bytes:
     """A header with its checksum."""
-    _, rest = _take_out_checksum(header)
-    return _START + checksum(rest).encode() + rest[len(_START) :]
+    return _START + _checksum_of_header(header).encode() + header[len(_START) + len(NO_CHECKSUM) :]
 
 
 # --- checksums ----------------------------------------------------------------------------------------------------
@@ -167,10 +168,10 @@ def _require_checksum(path: str, what: str, found: str, expected: str) -> None:
         raise _damaged(path, f"the checksum of {what} is {found}, but was {expected} when it was saved")
 
 
-def _take_out_checksum(header: bytes) -> tuple[str, bytes]:
-    """The checksum at the beginning of a header of format 2, and the rest, to which it belongs."""
-    end = len(_START) + len(NO_CHECKSUM)
-    return header[len(_START) : end].decode(errors="replace"), _START + header[end:]
+def _checksum_of_header(header: bytes | bytearray) -> str:
+    """The checksum of a header of format 2 without the checksum that it begins with."""
+    rest = memoryview(header)[len(_START) + len(NO_CHECKSUM) :]
+    return f"{zlib.crc32(rest, zlib.crc32(_START)):08x}"
 
 
 def _damaged(path: str, what: str) -> CheckpointDamagedError:
@@ -182,13 +183,16 @@ def _damaged(path: str, what: str) -> CheckpointDamagedError:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """The place of an array in the file, with its dtype and shape."""
+class _Kind(NamedTuple):
+    """A dtype and a shape in a header, as NumPy has them; ``nbytes`` is -1 for a dtype that NumPy lacks."""
 
-    offset: int
-    nbytes: int
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
+
+
+_Place: TypeAlias = tuple[int, int, _Kind]
+"""The place of an array in the file: the offset, the bytes, the dtype and shape. Thousands are made at once."""
 
 
 class Stored:
@@ -210,22 +214,27 @@ class Stored:
         self._places = places
         self._advance = advance
         self._kept_nbytes = kept_nbytes
-        self._kept: dict[str, memoryview] = {}
+        #: Bytes of small arrays that have been checked, by their offset, and how many of them nobody has taken yet.
+        self._kept: dict[int, tuple[memoryview, int]] = {}
         #: The checksums of the pieces of each array that has several, once it has been checked.
         self._of_pieces: dict[str, list[str]] = {}
         self.index = index
         self.keys: frozenset[str] = frozenset(places)
 
-    def fault(self, key: str, dtype: str, shape: tuple[int, ...]) -> str | None:
-        """The error text if the array ``key`` has another dtype or shape, else None."""
-        _, _, stored, of = self._places[key]
-        if stored == dtype and of == shape:
-            return None
-        return f"{key} is {stored}{list(of)} in the checkpoint, but {dtype}{list(shape)} here"
+    def faults(self, keys: Sequence[str], dtype: str, shapes: Sequence[tuple[int, ...]]) -> list[str]:
+        """An error text for each of the arrays ``keys`` that has another dtype or shape than these."""
+        kinds = [self._places[key][2] for key in keys]
+        if [kind.shape for kind in kinds] == shapes and {kind.dtype for kind in kinds} <= {dtype}:
+            return []
+        return [
+            f"{key} is {kind.dtype}{list(kind.shape)} in the checkpoint, but {dtype}{list(shape)} here"
+            for key, kind, shape in zip(keys, kinds, shapes, strict=True)
+            if (kind.dtype, kind.shape) != (dtype, shape)
+        ]
 
     def facts(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """The dtype, the shape and the bytes of each array, in the order of the file."""
-        return {key: (place.dtype, place.shape, place.nbytes) for key, place in self._places.items()}
+        return {key: (kind.dtype, kind.shape, nbytes) for key, (_, nbytes, kind) in self._places.items()}
 
     def pieces(self, key: str) -> Iterator[memoryview]:
         """The bytes of the array ``key``, little-endian, in pieces of whole rows; each is valid until the next one."""
@@ -244,14 +253,20 @@ class Stored:
     def verify(self) -> None:
         """Check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
         limit = disk.small_nbytes()
-        small = [key for key, place in self._places.items() if place.nbytes <= limit]
-        left = self._kept_nbytes
-        for at, value in self.small(small):
-            left -= len(value)
-            if left >= 0:
-                self._kept[small[at]] = value
-        for key, place in self._places.items():
-            if place.nbytes > limit:
+        small = [key for key, (_, nbytes, _) in self._places.items() if nbytes <= limit]
+        places = [self._places[key] for key in small]
+        # Of one piece, because the system gives the pages of many small ones more slowly.
+        room = np.empty(min(self._kept_nbytes, sum(nbytes for _, nbytes, _ in places)), np.uint8)
+        for group in _groups(places):
+            begin, end = _span(places, group)
+            is_kept = 0 < end - begin <= len(room)
+            data = room[: end - begin] if is_kept else np.empty(end - begin, np.uint8)
+            self._read_together([small[at] for at in group], data)
+            if is_kept:
+                self._kept[begin] = data.data, len(data)
+                room = room[len(data) :]
+        for key, (_, nbytes, _) in self._places.items():
+            if nbytes > limit:
                 self.check(key)
 
     def check(self, key: str) -> None:
@@ -265,61 +280,87 @@ class Stored:
 
     def array(self, key: str) -> np.ndarray:
         """The array ``key``. The returned bytes themselves have been checked. Raises as :meth:`verify`."""
-        place = self._places[key]
-        data = self._read(place.offset, place.nbytes)
-        self._require(key, checksum(data))
-        return self._native(place, data, place.shape)
-
-    def small(self, keys: Sequence[str]) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of small arrays, in the machine's order, each with its place in ``keys``; in any order. Those that
-        follow each other are read together. The bytes have been checked. Raises as :meth:`verify`."""
-        kept = [self._kept.pop(key, None) for key in keys] if self._kept else [None] * len(keys)
-        yield from ((at, value) for at, value in enumerate(kept) if value is not None)
-        places = [self._places[key] for key in keys]
-        expected, crc32 = self.index.get("checksums"), zlib.crc32
-        for group in _groups(places, [at for at, value in enumerate(kept) if value is None]):
-            begin, (last, nbytes, _, _) = places[group[0]].offset, places[group[-1]]
-            data = self._read(begin, last + nbytes - begin).data
-            for at in group:
-                offset, nbytes, _, _ = place = places[at]
-                value = data[offset - begin : offset - begin + nbytes]
-                if expected is not None and (found := f"{crc32(value):08x}") != expected[keys[at]]:
-                    self._require(keys[at], found)
-                yield at, value if _IS_LITTLE else self._native(place, np.asarray(value), place.shape).data.cast("B")
-
-    def _read(self, offset: int, nbytes: int) -> np.ndarray:
+        offset, nbytes, kind = self._places[key]
         data = np.empty(nbytes, np.uint8)
-        _read_at(self._path, self._file, data.data, offset)
-        self._advance(nbytes)
-        return data
+        self._read(offset, data)
+        self._require(key, checksum(data))
+        return self._native(kind, data, kind.shape)
+
+    def small(self, keys: Sequence[str]) -> Iterator[tuple[list[int], memoryview]]:
+        """The bytes of small arrays, in the machine's order and in any order of arrays: of those that follow each other
+        together, with their places in ``keys``. The bytes have been checked. Raises as :meth:`verify`."""
+        places = [self._places[key] for key in keys]
+        begins = sorted(self._kept)
+        ends = [begin + len(self._kept[begin][0]) for begin in begins]
+        for group in _groups(places, {*begins, *ends}):
+            begin, end = _span(places, group)
+            block = bisect.bisect_right(begins, begin) - 1
+            if block >= 0 and begin < end <= ends[block] and begins[block] in self._kept:
+                data = self._take(begins[block], begin, end)
+            else:
+                read = np.empty(end - begin, np.uint8)
+                self._read_together([keys[at] for at in group], read)
+                data = read.data
+            yield group, data if _IS_LITTLE else self._turned(data, [places[at] for at in group])
+
+    def _take(self, block: int, begin: int, end: int) -> memoryview:
+        """Bytes of the file that were kept. When all bytes of their block have been taken, it is forgotten."""
+        data, left = self._kept[block]
+        self._kept[block] = data, left - (end - begin)
+        if left <= end - begin:
+            del self._kept[block]
+        return data[begin - block : end - block]
+
+    def _read_together(self, keys: Sequence[str], into: np.ndarray) -> None:
+        """Read small arrays that follow each other in the file, and check each."""
+        places = [self._places[key] for key in keys]
+        begin, expected, crc32 = places[0][0], self.index.get("checksums"), zlib.crc32
+        self._read(begin, into)
+        if expected is not None:
+            data = into.data
+            found = [f"{crc32(data[at - begin : at - begin + nbytes]):08x}" for at, nbytes, _ in places]
+            if found != [expected[key] for key in keys]:
+                for key, each in zip(keys, found, strict=True):
+                    self._require(key, each)
+
+    def _turned(self, data: memoryview, places: Iterable[_Place]) -> memoryview:
+        """The bytes of these arrays in the order of a machine that is not little-endian."""
+        turned, at = bytearray(), 0
+        for _, nbytes, kind in places:
+            turned += self._native(kind, np.frombuffer(data[at : at + nbytes], np.uint8), kind.shape).tobytes()
+            at += nbytes
+        return memoryview(turned)
+
+    def _read(self, offset: int, into: np.ndarray) -> None:
+        _read_at(self._path, self._file, into.data, offset)
+        self._advance(into.nbytes)
 
     def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
         """The array ``key`` in pieces of whole rows: the number of the first row, and the rows, which are valid until
         the next piece. The bytes of each piece have been checked. Raises as :meth:`verify`."""
         if key not in self._of_pieces:
             self.check(key)
-        place = self._places[key]
+        kind = self._places[key][2]
         for (first, data), expected in zip(self._pieces(key), self._of_pieces[key], strict=True):
             if (found := checksum(data)) != expected:
                 raise _damaged(self._path, f"the checksum of {key} from row {first} is {found}, but was {expected}")
-            yield first, self._native(place, data, (-1, *place.shape[1:]))
+            yield first, self._native(kind, data, (-1, *kind.shape[1:]))
 
     def _pieces(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
         """The bytes of an array in pieces of whole rows, with the number of the first row. One buffer serves all."""
-        place = self._places[key]
-        row = place.nbytes // place.shape[0] if place.shape and place.nbytes else place.nbytes
+        offset, total, kind = self._places[key]
+        row = total // kind.shape[0] if kind.shape and total else total
         step = max(row, disk.PART // row * row) if row else 1
-        buffer = np.empty(min(step, place.nbytes), np.uint8)
-        for begin in range(0, place.nbytes, step):
-            data = buffer[: min(step, place.nbytes - begin)]
-            _read_at(self._path, self._file, data.data, place.offset + begin)
-            self._advance(data.nbytes)
+        buffer = np.empty(min(step, total), np.uint8)
+        for begin in range(0, total, step):
+            data = buffer[: min(step, total - begin)]
+            self._read(offset + begin, data)
             yield begin // row, data
 
     @staticmethod
-    def _native(place: _Place, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        stored = np.dtype(place.dtype).newbyteorder("<")
-        return data.view(stored).reshape(shape).astype(place.dtype, copy=False)
+    def _native(kind: _Kind, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        stored = np.dtype(kind.dtype).newbyteorder("<")
+        return data.view(stored).reshape(shape).astype(kind.dtype, copy=False)
 
     def _require(self, key: str, found: str) -> None:
         """Raise CheckpointDamagedError if the checksum of an array is not that of the index."""
@@ -327,22 +368,27 @@ class Stored:
             _require_checksum(self._path, key, found, self.index["checksums"][key])
 
 
-def _groups(places: Sequence[_Place], numbers: Iterable[int]) -> Iterator[list[int]]:
+def _groups(places: Sequence[_Place], edges: Collection[int] = ()) -> Iterator[list[int]]:
     """These places, by number and in the order in which they lie, in groups that lie side by side and are small
-    together."""
+    together. A group begins at each of the ``edges`` of the file."""
     group: list[int] = []
-    begin = end = -1
-    limit = disk.small_nbytes()
-    for at in sorted(numbers, key=places.__getitem__):
-        offset, nbytes, _, _ = places[at]
-        if offset != end or offset + nbytes - begin > limit:
+    end, most, limit = -1, 0, disk.small_nbytes()
+    for at in sorted(range(len(places)), key=places.__getitem__):
+        offset, nbytes, _ = places[at]
+        if offset != end or offset + nbytes > most or offset in edges:
             if group:
                 yield group
-            group, begin = [], offset
+            group, most = [], offset + limit
         group.append(at)
         end = offset + nbytes
     if group:
         yield group
+
+
+def _span(places: Sequence[_Place], group: Sequence[int]) -> tuple[int, int]:
+    """From where to where a group of places lies."""
+    last, nbytes, _ = places[group[-1]]
+    return places[group[0]][0], last + nbytes
 
 
 @contextlib.contextmanager
@@ -356,7 +402,7 @@ def reading(path: str, doing: str = "restoring", *, from_disk: bool = False, kep
     """
     with _opened(path, from_disk) as (file, size, header):
         index, places = _parsed(path, header, 8 + len(header), size)
-        twice = 2 * sum(place.nbytes for place in places.values())  # to check all, and to set all
+        twice = 2 * sum(nbytes for _, nbytes, _ in places.values())  # to check all, and to set all
         with automatic(f"{doing} {os.path.basename(path)}", twice, "B") as advance:
             yield Stored(path, file, index, places, advance, kept_nbytes)
 
@@ -371,7 +417,7 @@ def reading_plain(path: str) -> Iterator[Stored]:
 
 
 @contextlib.contextmanager
-def _opened(path: str, from_disk: bool = False) -> Iterator[tuple[int, int, bytes]]:
+def _opened(path: str, from_disk: bool = False) -> Iterator[tuple[int, int, bytearray]]:
     """An open regular file, its size, and its header."""
     file = _open(path)
     try:
@@ -411,7 +457,7 @@ def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:
         into, offset = into[count:], offset + count
 
 
-def _header_of(path: str, file: int, size: int) -> bytes:
+def _header_of(path: str, file: int, size: int) -> bytearray:
     """The header, checked if it has a checksum."""
     word = bytearray(8)
     _read_at(path, file, memoryview(word), 0)
@@ -422,12 +468,12 @@ def _header_of(path: str, file: int, size: int) -> bytes:
     header = bytearray(nbytes)
     _read_at(path, file, memoryview(header), 8)
     if header.startswith(_START):
-        expected, rest = _take_out_checksum(bytes(header))
-        _require_checksum(path, "its header", checksum(rest), expected)
-    return bytes(header)
+        said = header[len(_START) : len(_START) + len(NO_CHECKSUM)].decode(errors="replace")
+        _require_checksum(path, "its header", _checksum_of_header(header), said)
+    return header
 
 
-def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, Any], dict[str, _Place]]:
+def _parsed(path: str, header: bytearray, begin: int, end: int) -> tuple[dict[str, Any], dict[str, _Place]]:
     """The index, and the places of the arrays, which fill the file from ``begin`` to ``end``."""
     entries = _object(path, "its header", header)
     metadata = entries.pop(METADATA, None)
@@ -462,20 +508,44 @@ def _places(
 ) -> dict[str, _Place]:
     """The places of the arrays, which fill the file from ``begin`` to ``end``."""
     kinds: dict[tuple[str, str, str | None], _Kind] = {}
-    places = {key: _place(path, key, entry, complex_.get(key), begin, kinds) for key, entry in entries.items()}
-    at = begin
-    for place in sorted(places.values()):
-        if place.offset != at:
-            key = next(key for key in places if places[key] is place)
-            begins = f"{key} begins at byte {place.offset - begin} of the arrays"
-            raise _damaged(path, f"{begins}, but must begin at {at - begin}")
-        at += place.nbytes
+    places: dict[str, _Place] = {}
+    shapes: list[list[Any]] = []
+    at, is_in_order, kind = begin, True, _Kind("", (), 0)
+    before: list[Any] = [None, None, None]
+    for key, entry in entries.items():
+        try:
+            dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, _NO_PLACE.format(key)) from error
+        if shape != before[1] or dtype != before[0] or complex_.get(key) != before[2]:
+            before = [dtype, shape, complex_.get(key)]
+            kind = _kind(path, key, dtype, shape, before[2], kinds)
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last:
+            raise _damaged(path, _NO_PLACE.format(key))
+        if kind.nbytes >= 0 and last - first != kind.nbytes:
+            raise _damaged(path, f"{key} has {last - first} bytes, which does not match {_NAMES[dtype]}{shape}")
+        places[key] = begin + first, last - first, kind
+        shapes.append(shape)
+        is_in_order = is_in_order and at == begin + first
+        at = begin + last
+    if not set(map(type, itertools.chain.from_iterable(shapes))) <= {int}:  # true is equal to the 1 of the array before
+        key = next(key for key, shape in zip(places, shapes, strict=True) if not all(map(_is_count, shape)))
+        raise _damaged(path, _NO_PLACE.format(key))
+    if not is_in_order:
+        at = begin
+        for place in sorted(places.values()):
+            offset, nbytes, _ = place
+            if offset != at:
+                key = next(key for key in places if places[key] is place)
+                begins = f"{key} begins at byte {offset - begin} of the arrays"
+                raise _damaged(path, f"{begins}, but must begin at {at - begin}")
+            at += nbytes
     if at != end:
         raise _damaged(path, f"its arrays take {at - begin} bytes, but the file has {end - begin} for them")
     return places
 
 
-def _object(path: str, what: str, text: bytes | str) -> dict[str, Any]:
+def _object(path: str, what: str, text: bytearray | str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -497,57 +567,33 @@ def _check_index(path: str, index: Mapping[str, Any]) -> None:
         raise _damaged(path, f"its index has no field {lacking[0]!r}")
 
 
-class _Kind(NamedTuple):
-    """A dtype and a shape in a header, as NumPy has them; ``nbytes`` is -1 for a dtype that NumPy lacks."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-def _place(
-    path: str,
-    key: str,
-    entry: Any,
-    complex_: str | None,
-    begin: int,
-    kinds: dict[tuple[str, str, str | None], _Kind],
-) -> _Place:
-    """The place of an array according to ``entry`` of the header, which counts from ``begin``. ``kinds`` keeps what has
-    been checked."""
-    entry = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
-        raise _damaged(path, _NO_PLACE.format(key))
-    known = dtype, str(shape), complex_  # the text tells 1 from true
-    kind = kinds.get(known)
-    if kind is None:
-        kind = kinds[known] = _kind(path, key, dtype, shape, complex_)
-    first, last = offsets
-    if not (type(first) is type(last) is int and 0 <= first <= last):
-        raise _damaged(path, _NO_PLACE.format(key))
-    if kind.nbytes >= 0 and last - first != kind.nbytes:
-        raise _damaged(path, f"{key} has {last - first} bytes, which does not match {_NAMES[dtype]}{shape}")
-    return _Place(begin + first, last - first, kind.dtype, kind.shape)
-
-
-def _kind(path: str, key: str, dtype: str, shape: list[Any], complex_: str | None) -> _Kind:
-    """The dtype and shape of an array according to the header, and to the index if it is ``complex_``."""
-    if not all(map(_is_count, shape)):
+def _kind(
+    path: str, key: str, dtype: Any, shape: Any, complex_: str | None, kinds: dict[tuple[str, str, str | None], _Kind]
+) -> _Kind:
+    """The dtype and shape of an array according to the header, and to the index if it is ``complex_``. ``kinds`` keeps
+    what has been checked."""
+    has_types = type(dtype) is str and type(shape) is list
+    if has_types and (known := (dtype, str(shape), complex_)) in kinds:  # the text tells 1 from true
+        return kinds[known]
+    if not has_types or not all(map(_is_count, shape)):
         raise _damaged(path, _NO_PLACE.format(key))
     name = _NAMES.get(dtype, dtype)
     nbytes = math.prod(shape) * np.dtype(name).itemsize if dtype in _NAMES else -1
-    if complex_ is None:
-        return _Kind(name, tuple(shape), nbytes)
-    if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
-        raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
-    return _Kind(complex_, tuple(shape[:-1]), nbytes)
+    kind = _Kind(name, tuple(shape), nbytes)
+    if complex_ is not None:
+        if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
+            raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
+        kind = _Kind(complex_, tuple(shape[:-1]), nbytes)
+    kinds[known] = kind
+    return kind
 
 
 def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
     """Check that the index names the arrays of the file."""
-    for named in (index["complex"], index["also"].values(), index.get("checksums", ())):
-        if more := [key for key in named if key not in places]:
+    checksums = index.get("checksums", places)
+    is_whole = checksums.keys() == places.keys()
+    for named in (index["complex"], index["also"].values(), () if is_whole else checksums):
+        if more := set(named) - places.keys():
             raise _damaged(path, f"its index names {min(more)}, but it does not hold that array")
-    if less := [key for key in places if key not in index.get("checksums", places)]:
-        raise _damaged(path, f"its index has no checksum for {min(less)}")
+    if not is_whole:
+        raise _damaged(path, f"its index has no checksum for {min(places.keys() - checksums.keys())}")

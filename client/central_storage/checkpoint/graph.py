@@ -128,7 +128,8 @@ class _Found:
 
     def strategies(self) -> list[Strategy]:
         owners: list[Any] = [*self.variables, *self.optimizers, *self.averages, *self.accumulators]
-        return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
+        found = dict.fromkeys([owner.strategy for owner in owners])
+        return [strategy for strategy in found if strategy is not None]
 
     def entries(self) -> Entries:
         """All arrays."""
@@ -142,9 +143,9 @@ class _Found:
                     single[f"{way}/{slot}/{self.label(variable)}"] = of_slot(optimizer, variable, slot)
             else:
                 found.add_slots(optimizer, _ways_of(optimizer, way), self._slotted(optimizer, optimizer.strategy))
-            counted = optimizer.counted()
-            for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
-                single[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
+            if counted := optimizer.counted():
+                for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
+                    single[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
         for average, way in self.averages.items():
             found.add((f"{way}/{self.label(variable)}", shadow) for variable, shadow in average.averages())
         for accumulator, way in self.accumulators.items():
@@ -274,15 +275,17 @@ def restore(
     """
     _refuse_in_replica("restored")
     found = _find(objects)
-    for strategy in found.strategies():
+    strategies = found.strategies()
+    for strategy in strategies:
         require_cross_replica(strategy, "restoring a checkpoint")
-    with reading(path, kept_nbytes=TOGETHER_NBYTES) as opened, _held(found.strategies()):
+    with reading(path, kept_nbytes=TOGETHER_NBYTES) as opened, _held(strategies):
         stored = opened if not renamed else with_names(path, opened, renamed, found.prefixes())
         plan, missing = _planned(path, found, stored)
-        # First the entries that take memory, because there may be too little.
-        plan = plan.after(found.to_be_made(stored.keys - plan.names()))
         used = plan.names()
-        unused = {key for key in stored.keys - used if not key.startswith(_STRATEGY)}
+        if others := stored.keys - used:  # first those that take memory, because there may be too little
+            plan = plan.after(found.to_be_made(others))
+            used = plan.names()
+        unused = {key for key in others - used if not key.startswith(_STRATEGY)}
         if wrong := plan.faults(stored):
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
@@ -313,15 +316,13 @@ class _Plan:
 
     def faults(self, stored: Stored) -> list[str]:
         """What has another dtype or shape in the file."""
-        found = [
-            stored.fault(key, each.column.dtype, shape)
-            for each in self.columns
-            for key, shape in zip(each.keys, each.column.shapes, strict=True)
+        columns = [stored.faults(each.keys, each.column.dtype, each.column.shapes) for each in self.columns]
+        single = [
+            stored.faults([key], dtype_name(entry.dtype), [entry.shape])
+            for key, entry in self.single
+            if not entry.varies
         ]
-        found += [
-            stored.fault(key, dtype_name(entry.dtype), entry.shape) for key, entry in self.single if not entry.varies
-        ]
-        return [fault for fault in found if fault]
+        return [fault for faults in (*columns, *single) for fault in faults]
 
 
 def _planned(path: str, found: _Found, stored: Stored) -> tuple[_Plan, list[str]]:
@@ -338,7 +339,7 @@ def _planned(path: str, found: _Found, stored: Stored) -> tuple[_Plan, list[str]
     for each in entries.columns:
         keys = [name if name in stored.keys else key_of(name) for name in each.keys]
         missing += [name for name, key in zip(each.keys, keys, strict=True) if key is None]
-        plan.columns.append(each.renamed(keys))
+        plan.columns.append(each if keys == each.keys else each.renamed(keys))
     for name, entry in entries.single.items():
         if (there := key_of(name)) is not None:
             plan.single.append((there, entry))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +29,8 @@ _PART_NBYTES = 16 << 20
 # the lists of a message.
 _SENT_NBYTES = 32 << 20
 _SENT_VALUES = 1 << 16
+# A part of a column has at most so many values.
+_CUT_VALUES = 1 << 12
 
 
 class Place(NamedTuple):
@@ -101,44 +106,69 @@ class _Run:
 
 
 class Sent(NamedTuple):
-    """A part of a column: numbers, and the bytes of their values."""
+    """A part of a column: numbers, the bytes of each value, and the values one after the other."""
 
     optimizer: int
     slot: str
-    values: Sequence[tuple[int, memoryview]]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers alone."""
-        return tuple(number for number, _ in self.values)
+    numbers: list[int]
+    nbytes: list[int]
+    values: memoryview
 
 
-def in_parts(columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> Iterator[list[Sent]]:
+def in_parts(columns: Sequence[tuple[Column, memoryview]]) -> Iterator[list[Sent]]:
     """The values in the order in which they lie: variables first, then slot by slot; in parts that fit one request."""
+    kinds: dict[tuple[int, str, str], list[tuple[Column, memoryview]]] = {}
+    for column, values in columns:
+        kinds.setdefault((column.optimizer, column.slot, column.dtype), []).append((column, values))
     part: list[Sent] = []
     nbytes = count = 0
-    for column, found in sorted(columns, key=lambda each: (each[0].optimizer, each[0].slot)):
-        values = sorted(zip(column.numbers, found, strict=True))
-        first = 0
-        for place, (_, value) in enumerate(values):
-            room = room_of(len(value))
-            if count and (nbytes + room > _SENT_NBYTES or count == _SENT_VALUES):
-                yield [*part, Sent(column.optimizer, column.slot, values[first:place])]
-                part, nbytes, count, first = [], 0, 0, place
+    for _, columns in sorted(kinds.items(), key=lambda kind: kind[0][:2]):
+        for sent in itertools.chain.from_iterable(itertools.starmap(_cut, _in_order(columns))):
+            room = sum(many * room_of(each) for each, many in Counter(sent.nbytes).items())
+            if part and (nbytes + room > _SENT_NBYTES or count + len(sent.numbers) > _SENT_VALUES):
+                yield part
+                part, nbytes, count = [], 0, 0
+            part.append(sent)
             nbytes += room
-            count += 1
-        if values:
-            part.append(Sent(column.optimizer, column.slot, values[first:]))
+            count += len(sent.numbers)
     if part:
         yield part
 
 
-def image(part: Sequence[Sent]) -> np.ndarray:
-    """The bytes of the values, each at a multiple of 64, with zeros in between."""
+def _in_order(columns: list[tuple[Column, memoryview]]) -> list[tuple[Column, memoryview]]:
+    """Columns of one kind, in ascending order of the numbers."""
+    columns.sort(key=lambda each: each[0].numbers[:1])
+    numbers = [number for column, _ in columns for number in column.numbers]
+    if numbers == sorted(numbers):
+        return columns
+    shapes = [shape for column, _ in columns for shape in column.shapes]
+    whole, data = replace(columns[0][0], numbers=numbers, shapes=shapes), b"".join(values for _, values in columns)
+    ends = list(itertools.accumulate(whole.nbytes(), initial=0))
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    return [(whole.part(order), memoryview(b"".join(data[ends[at] : ends[at + 1]] for at in order)))]
+
+
+def _cut(column: Column, values: memoryview) -> Iterator[Sent]:
+    """A column in parts of at most so many values and so many bytes, which one value may exceed."""
+    sizes = column.nbytes()
+    first = begin = end = 0
+    for at, nbytes in enumerate(sizes):
+        if at > first and (at - first == _CUT_VALUES or end + nbytes - begin > LARGE_NBYTES):
+            yield Sent(column.optimizer, column.slot, column.numbers[first:at], sizes[first:at], values[begin:end])
+            first, begin = at, end
+        end += nbytes
+    if sizes:
+        yield Sent(column.optimizer, column.slot, column.numbers[first:], sizes[first:], values[begin:])
+
+
+def image(sent: Sent) -> np.ndarray:
+    """The bytes of the values, each at a multiple of 64, with zeros in between and at the end."""
+    if all(room_of(nbytes) == nbytes for nbytes in set(sent.nbytes)):
+        return np.frombuffer(sent.values, np.uint8)
     pieces: list[memoryview | bytes] = []
-    for sent in part:
-        for _, value in sent.values:
-            pieces.append(value)
-            if gap := room_of(len(value)) - len(value):
-                pieces.append(bytes(gap))
+    at = 0
+    for nbytes in sent.nbytes:
+        pieces.append(sent.values[at : at + nbytes])
+        pieces.append(bytes(room_of(nbytes) - nbytes))
+        at += nbytes
     return np.frombuffer(b"".join(pieces), np.uint8)

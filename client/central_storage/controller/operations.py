@@ -341,11 +341,11 @@ class ServiceLink:
             found = iter(readers(places, self._session.lifeline.segment, copied=copied))
             return [list(itertools.islice(found, len(each.numbers))) for each in columns]
 
-    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
+    def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
         """Set columns: small values together, large ones one after the other."""
         small = []
         for column, values in columns:
-            if max(map(len, values), default=0) > LARGE_NBYTES:
+            if len(values) > LARGE_NBYTES and max(column.nbytes()) > LARGE_NBYTES:
                 assign_each(self, [(column, values)])
             else:
                 small.append((column, values))
@@ -469,12 +469,17 @@ class ServiceLink:
         }
 
     def _assign_part(self, part: Sequence[Sent]) -> None:
-        variables = tuple(number for sent in part if not sent.optimizer for number in sent.numbers)
-        slots = tuple((sent.optimizer, sent.slot, sent.numbers) for sent in part if sent.optimizer)
+        numbers: dict[tuple[int, str], list[int]] = {(0, ""): []}
+        for sent in part:
+            numbers.setdefault((sent.optimizer, sent.slot), []).extend(sent.numbers)
+        variables = tuple(numbers.pop((0, "")))
+        slots = tuple((optimizer, slot, tuple(beside)) for (optimizer, slot), beside in numbers.items())
         mark = self._session.arena.mark()
         try:
-            placed = self._session.arena.put("uint8", image(part))
-            self._ask(messages.AssignAll(self._client, self._number(), variables, slots, placed), messages.Done)
+            placed = self._session.arena.put_all([image(sent) for sent in part])
+            whole = Array("uint8", (sum(array.nbytes for array in placed),), placed[0].place)
+            asked = messages.AssignAll(self._client, self._number(), variables, slots, whole)
+            self._ask(asked, messages.Done)
         finally:
             self._session.arena.release(mark)
 

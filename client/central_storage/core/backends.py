@@ -8,9 +8,10 @@ by their numbers in the server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
@@ -86,6 +87,17 @@ class Column:
     dtype: str
     numbers: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def part(self, places: Sequence[int]) -> Column:
+        """The variables or slots at these places."""
+        numbers, shapes = self.numbers, self.shapes
+        return replace(self, numbers=[numbers[at] for at in places], shapes=[shapes[at] for at in places])
+
+    def nbytes(self) -> list[int]:
+        """The bytes of each variable or slot."""
+        itemsize = np.dtype(self.dtype).itemsize
+        sizes = {shape: itemsize * math.prod(shape) for shape in set(self.shapes)}
+        return [sizes[shape] for shape in self.shapes]
 
 
 Values: TypeAlias = "list[list[Callable[[], Any]]]"
@@ -343,9 +355,9 @@ class ControllerBackend(_Catalogue, Protocol):
         """The values of columns, as of one moment: nobody runs or writes meanwhile (:meth:`exclusively`). ``copied``:
         they are copies that may be kept; otherwise each is valid until the next operation."""
 
-    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
-        """Set columns to values of their dtype and shapes, as bytes in the machine's order, in a few requests. Missing
-        slots are made."""
+    def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
+        """Set columns to values of their dtype and shapes, in a few requests. The bytes of a column are those of its
+        values, one after the other, in the machine's order. Missing slots are made."""
 
     @property
     def seed(self) -> int:
@@ -406,11 +418,13 @@ def read_each(backend: ControllerBackend, columns: Sequence[Column], *, copied: 
     return [[partial(np.asarray, read()) for read in each] for each in found] if copied else found
 
 
-def assign_each(backend: ControllerBackend, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
+def assign_each(backend: ControllerBackend, columns: Sequence[tuple[Column, memoryview]]) -> None:
     """:meth:`ControllerBackend.assign_all` by one request for each value."""
     for column, values in columns:
-        for number, shape, data in zip(column.numbers, column.shapes, values, strict=True):
-            value = np.ndarray(shape, column.dtype, data)
+        at = 0
+        for number, shape, nbytes in zip(column.numbers, column.shapes, column.nbytes(), strict=True):
+            value = np.ndarray(shape, column.dtype, values, at)
+            at += nbytes
             if column.optimizer:
                 backend.assign_slot(column.optimizer, number, column.slot, value)
             else:

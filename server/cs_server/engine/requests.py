@@ -107,8 +107,7 @@ def done(server: State, job: Job) -> None:
         variables.written(server, job.number)
         reply = Done(request.sequence, job.number, variables.get(server, job.number).version)
     elif isinstance(request.request, AssignAll):
-        for number in request.request.variables:
-            variables.written(server, number)
+        variables.written_together(server, request.request.variables)
         server.decided = None
         reply = Done(request.sequence, assign_all.count(request.request), 0)
     elif isinstance(request.request, AssignSlot):

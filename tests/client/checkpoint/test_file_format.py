@@ -271,6 +271,17 @@ FILE_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object],
     "format 3": (lambda index, header: index.update(format=3), "has format 3, but this version reads formats 1 to 2"),
     "entry a list": (lambda index, header: header.update(w=[]), "does not give the dtype, shape and place of w"),
     "shape true": (lambda index, header: header["w"].update(shape=[True, 6]), "place of w"),
+    "shape true beside one of 1": (
+        lambda index, header: (header["w"].update(shape=[1, 6]), header["v"].update(shape=[True, 6])),
+        "place of v",
+    ),
+    "shape 1.0 beside one of 1": (
+        lambda index, header: (header["w"].update(shape=[1, 6]), header["v"].update(shape=[1.0, 6])),
+        "place of v",
+    ),
+    "dtype a list": (lambda index, header: header["w"].update(dtype=["F64"]), "place of w"),
+    "offsets a text": (lambda index, header: header["w"].update(data_offsets="01"), "place of w"),
+    "offset true": (lambda index, header: header["w"].update(data_offsets=[False, 48]), "place of w"),
     "shape negative": (lambda index, header: header["w"].update(shape=[-2, -3]), "place of w"),
     "shape too large": (
         lambda index, header: header["w"].update(shape=[10**30]),

@@ -60,6 +60,7 @@ from cs_proto.messages import (
     Variable,
 )
 from cs_proto.records import Record
+from cs_server.engine.catalogue import variables
 from cs_server.events import Allocate, Discard, Fill, LoadKernel, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0, (2,))
@@ -324,6 +325,24 @@ def test_many_values_are_set_in_one_commit_and_once() -> None:
     book.on(request)  # replayed while the commit is under way
     book.on(book.finished(), Send(CONTROLLER, Done(number, 5, 0)))
     book.on(request, Send(CONTROLLER, Done(number, 5, 0)))  # and after it
+    assert [book.version(each) for each in (1, 2, 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("few", [2, 16])
+def test_every_setting_of_many_values_counts_in_their_versions(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "_FEW", few)  # fewer are counted one by one
+    book = Playbook(2).begin().has(spec("w", (2,))).has(spec("u", (16,))).has(spec("n", (3,)))
+    for numbers in [(1, 2), (2, 3), (2, 1), (3,)]:
+        value = Array("uint8", (64 * len(numbers),), Location("arena/controller", 0))
+        number = book.sequence()
+        book.does(hears(CONTROLLER, AssignAll("c", number, numbers, (), value)))
+        book.on(book.finished(), Send(CONTROLLER, Done(number, len(numbers), 0)))
+    assert [book.version(each) for each in (1, 2, 3)] == [2, 3, 2]
+    number = book.sequence()
+    book.does(hears(CONTROLLER, Assign("c", number, 2, "assign", array(*range(16)))))
+    book.on(book.finished(), Send(CONTROLLER, Done(number, 2, 4)))
+    book.does(hears(CONTROLLER, Free("c", book.sequence(), (1,), ())))
+    assert [book.version(each) for each in (2, 3)] == [4, 2]
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ class MergeController:
         """The values of many variables and slots, which are asked for one after the other."""
         return read_each(self, columns, copied=copied)
 
-    def assign_all(self, columns: Sequence[tuple[Column, Sequence[memoryview]]]) -> None:
+    def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
         """Set many variables and slots, one after the other."""
         assign_each(self, columns)
 

@@ -94,20 +94,23 @@ def _pieces(server: State, numbers: tuple[int, ...], *, is_rowwise: bool) -> lis
     segment, dtype, is_apart = "", "", False
     offset = last = end = 0
     changed: list[int] = []
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # bytes and room of each dtype and shape
 
     def finish() -> None:
         if changed:
             found.append(_Piece(segment, offset, last - offset, end - offset, dtype, tuple(changed)))
 
-    for number in numbers:
-        row = variables.row(server, number)
+    for number, row in zip(numbers, variables.rows(server, numbers), strict=True):
         spec, place = row.spec, row.place
-        if place.offset != end or place.segment != segment or is_apart:
+        first, kind = place.offset, (spec.dtype, spec.shape)
+        if (size := sizes.get(kind)) is None:
+            nbytes = item_nbytes(spec.dtype) * math.prod(spec.shape[:1] if is_rowwise else spec.shape)
+            size = sizes[kind] = nbytes, room_of(nbytes)
+        if first != end or place.segment != segment or is_apart:
             finish()
-            segment, offset, dtype, changed = place.segment, place.offset, spec.dtype, []
+            segment, offset, dtype, changed = place.segment, first, spec.dtype, []
             is_apart = slabs.on_device(server, dtype, 1) > 0
         changed.append(number)
-        last = place.offset + item_nbytes(dtype) * math.prod(spec.shape[:1] if is_rowwise else spec.shape)
-        end = place.offset + room_of(last - place.offset)
+        last, end = first + size[0], first + size[1]
     finish()
     return found

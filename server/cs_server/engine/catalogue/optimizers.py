@@ -104,8 +104,8 @@ def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[in
     is_bounded = "clipvalue" in dict(get(server, optimizer).hyperparameters)
     if len(set(numbers)) < len(numbers):
         raise InvalidArgumentError(f"optimizer {optimizer}: a variable appears twice; add its gradients first")
-    specs = [variables.row(server, number).spec for number in numbers]
-    for spec in {spec.dtype: spec for spec in reversed(specs)}.values():  # the first one of each dtype
+    rows = variables.rows(server, numbers)
+    for spec in {row.spec.dtype: row.spec for row in reversed(rows)}.values():  # the first one of each dtype
         if not rule.takes(np.dtype(spec.dtype)):
             raise InvalidArgumentError(
                 f"variable {spec.name!r} is {spec.dtype}; only floating-point variables can be optimized"
@@ -306,6 +306,8 @@ def _add_slots(
     """Make the missing slots of these variables."""
     names = SLOTS[optimizer.rule]
     missing = [variables.row(server, v) for v in numbers if (optimizer.number, v) not in server.tables.slots]
+    if not missing:
+        return ()
     touched = {number for _, number in server.tables.slots}
     idle = [v for v in missing if v.number not in touched]
     slots = {variable.number: slabs.slots_of(server, optimizer.number, variable.number) for variable in missing}

@@ -20,18 +20,24 @@ from cs_proto.sizes import in_units
 from cs_server.engine.store import versions
 from cs_server.engine.store.index import base_of
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import Asked, Hole, SlotFill
+from cs_server.engine.store.tables import Asked, Hole, SlotFill, WrittenTogether
 from cs_server.events import Allocate, Renamed, Write
 
 from . import slabs
+
+# Of fewer variables that are written together, each is counted in its own row.
+_FEW = 16
+# The rows of what was written together have at most so many times as many members as there are variables.
+_MOST_MEMBERS = 2
 
 
 def get(server: State, number: int) -> Variable:
     """The variable with its present version. Raises InvalidArgumentError if there is none."""
     variable = row(server, number)
     # A step is counted once in its set, not in each of its variables.
-    applied = sum(server.tables.steps[each].count for each in server.index.sets_of.get(number, ()))
-    return replace(variable, version=variable.version + applied) if applied else variable
+    more = sum(server.tables.steps[each].count for each in server.index.sets_of.get(number, ()))
+    more += sum(server.tables.together[each].count for each in server.index.together_of.get(number, ()))
+    return replace(variable, version=variable.version + more) if more else variable
 
 
 def named(server: State, name: str) -> Variable:
@@ -133,6 +139,7 @@ def free(server: State, numbers: Collection[int], touched: Collection[int]) -> t
         tables.asked.discard(number)
         server.index.drop_name(name)
         slabs.give_back(server, variable, is_idle=number not in touched)
+    _forget_together(server, numbers)
     return _names_come_back(server, freed)
 
 
@@ -201,9 +208,40 @@ def written(server: State, number: int, count: int = 1) -> None:
     server.tables.variables[number] = altered(variable, version=variable.version + count)
 
 
+def written_together(server: State, numbers: tuple[int, ...]) -> None:
+    """A write of all these variables was committed: count it in the version of each."""
+    tables, index = server.tables, server.index
+    known = index.together.get(members := tuple(sorted(numbers)))
+    if known is not None:
+        before = tables.together[known]
+        tables.together[known] = replace(before, count=before.count + 1)
+        return
+    most = _MOST_MEMBERS * len(tables.variables)
+    if len(members) >= _FEW and sum(map(len, index.together)) + len(members) <= most:
+        tables.together[tables.next_ticket()] = WrittenTogether(members, 1)
+        index.derive_together()
+        return
+    for number in members:
+        written(server, number)
+
+
+def _forget_together(server: State, numbers: Collection[int]) -> None:
+    """These variables are gone: what they were written together with keeps its counts."""
+    gone, together = set(numbers), server.tables.together
+    touched = [number for number, row in together.items() if not gone.isdisjoint(row.variables)]
+    for number in touched:
+        left = tuple(each for each in together[number].variables if each not in gone)
+        if left:
+            together[number] = replace(together[number], variables=left)
+        else:
+            del together[number]
+    if touched:
+        server.index.derive_together()
+
+
 def row(server: State, number: int) -> Variable:
-    """The variable as recorded: its version does not count the steps of its sets. Raises InvalidArgumentError if there
-    is none."""
+    """The variable as recorded: its version does not count the steps of its sets, and the writes together with others.
+    Raises InvalidArgumentError if there is none."""
     variable = server.tables.variables.get(number)
     if variable is None:
         raise InvalidArgumentError(
@@ -211,6 +249,16 @@ def row(server: State, number: int) -> Variable:
             + _inventory(server)
         )
     return variable
+
+
+def rows(server: State, numbers: Sequence[int]) -> list[Variable]:
+    """As :func:`row`, of many variables."""
+    known = server.tables.variables
+    try:
+        return [known[number] for number in numbers]
+    except KeyError as error:
+        row(server, error.args[0])
+        raise
 
 
 def _inventory(server: State) -> str:

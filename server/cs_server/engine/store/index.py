@@ -30,6 +30,18 @@ class Index:
         # For a name that was taken: the count that was free last. All lower counts are taken.
         self._counts: dict[str, int] = {}
         self._derive_sets()
+        self.derive_together()
+
+    def derive_together(self) -> None:
+        """The rows of what was written together have changed in another way than by their counts."""
+        #: The number of the row of variables that were written together.
+        self.together: dict[tuple[int, ...], int] = {}
+        #: The rows that a variable is in.
+        self.together_of: dict[int, list[int]] = {}
+        for number, row in self._tables.together.items():
+            self.together[row.variables] = number
+            for member in row.variables:
+                self.together_of.setdefault(member, []).append(number)
 
     def _derive_sets(self) -> None:
         #: The variable sets that a variable is in.
@@ -53,6 +65,7 @@ class Index:
     def rolled_back(self) -> Iterator[None]:
         """The block rolls the tables back; the index follows."""
         variables, is_stale = self._tables.variables, self._tables.sets.is_changed or self._tables.slots.is_changed
+        has_together = self._tables.together.is_changed
         changed = variables.changed
         for number in changed:
             if number in variables:
@@ -63,6 +76,8 @@ class Index:
                 self.numbers[variables[number].spec.name] = number
         if is_stale:
             self._derive_sets()
+        if has_together:
+            self.derive_together()
 
     def add_set(self, number: int, variable_set: VariableSet) -> None:
         """There is a new variable set."""

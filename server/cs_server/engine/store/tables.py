@@ -136,6 +136,14 @@ class Steps(_Row):
     count: int
 
 
+@record(221)
+class WrittenTogether(_Row):
+    """Variables (ascending numbers) that were written ``count`` times together. Their own rows do not count that."""
+
+    variables: tuple[int, ...]
+    count: int
+
+
 @record(206)
 class SlotNames(_Row):
     """The slots that an optimizer has for one variable; empty if its rule needs none. ``steps``: how often it updated
@@ -475,6 +483,7 @@ class Tables:
         #: By ticket.
         self.jobs: Table[int, Job] = Table(b"j", changed)
         self.computations: Table[int, Computation] = Table(b"m", changed)
+        self.together: Table[int, WrittenTogether] = Table(b"z", changed)
         #: By (run, replica, k, number), as in a Check.
         self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
         #: By ticket.
@@ -501,9 +510,7 @@ class Tables:
         """Write all changes, also kept ones. Raises ControlFull; then nothing is written, and the changes remain."""
         changes: dict[bytes, bytes | None] = {}
         for table in self._changed:
-            letter = table.letter
-            for key, value in table.changes():
-                changes[letter + _pack_key(key)] = _pack(value)
+            changes |= {table.letter + _pack_key(key): _pack(value) for key, value in table.changes()}
         packed_tally = codec.pack(list(vars(self.tally).values()))
         if packed_tally != self._stored_tally:
             changes[_TALLY] = packed_tally
@@ -539,10 +546,8 @@ class Tables:
         return self.tally.tickets
 
     def _restore_tally(self) -> None:
-        if self._kept_tally:
-            self.tally = ServerCounters(*msgpack.unpackb(self._kept_tally))
-        else:
-            self.tally = _new_tally(self._replicas)
+        kept = self._kept_tally
+        self.tally = ServerCounters(*msgpack.unpackb(kept)) if kept else _new_tally(self._replicas)
 
     def _load(self, key: bytes, value: bytes) -> None:
         table = self._tables.get(key[:1])

@@ -14,7 +14,7 @@ from cs_proto.arrays import Location
 from cs_proto.errors import InvalidArgumentError
 from cs_server.engine.catalogue import optimizers, slabs, variables
 from cs_server.engine.store.address_budget import PAGE_NBYTES
-from cs_server.engine.store.tables import SlotFill
+from cs_server.engine.store.tables import SlotFill, Table
 from cs_server.events import Allocate, Discard, Renamed, Write
 
 
@@ -115,6 +115,72 @@ def test_versions_count_writes_and_the_steps_of_every_set(book: Book) -> None:
         assert optimizers.get(book.state, 1).iterations == 2
         book.tables.flush()
         book.reopen()
+
+
+@given(
+    moves=st.lists(
+        st.tuples(
+            st.sampled_from(["together", "one", "free", "make"]),
+            st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),
+            st.sampled_from(["flushed", "kept", "undone"]),
+        ),
+        max_size=20,
+    )
+)
+def test_versions_count_what_is_written_together(moves: list[tuple[str, list[int], str]]) -> None:
+    book, counts = Book(), dict.fromkeys(range(1, 5), 0)
+    for name in "abcd":
+        book.make(name)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(variables, "_FEW", 2)
+        for move, which, end in moves:
+            before, numbers = counts, [number for at, number in enumerate(counts) if at in which]
+            if move == "together":
+                variables.written_together(book.state, tuple(reversed(numbers)))
+                counts = counts | {number: counts[number] + 1 for number in numbers}
+            elif move == "one" and numbers:
+                variables.written(book.state, numbers[0])
+                counts = counts | {numbers[0]: counts[numbers[0]] + 1}
+            elif move == "free":
+                optimizers.free(book.state, numbers)
+                counts = {number: count for number, count in counts.items() if number not in numbers}
+            elif move == "make":
+                counts = counts | {variables.create(book.state, spec("x"), None)[0].number: 0}
+            if end == "undone":
+                book.state.rollback()
+                counts = before
+            elif end == "kept":
+                book.tables.keep()
+            else:
+                book.tables.flush()
+            assert {variable.number: variable.version for variable in variables.every(book.state)} == counts
+        book.tables.flush()
+        book.reopen()
+        assert {variable.number: variable.version for variable in variables.every(book.state)} == counts
+
+
+def test_rows_of_what_is_written_together_are_bounded(book: Book) -> None:
+    numbers = tuple(book.make(f"v{n}") for n in range(40))
+    for left in range(24):
+        variables.written_together(book.state, numbers[left:])
+        rows = book.tables.together.values()
+        assert sum(len(row.variables) for row in rows) <= 2 * len(numbers)
+    assert len(rows) == 2
+    assert [variable.version for variable in variables.every(book.state)] == [*range(1, 25), *[24] * 16]
+
+
+def test_what_is_written_together_again_changes_one_row(book: Book) -> None:
+    numbers = tuple(book.make(f"v{n}") for n in range(100))
+    for count in (1, 2, 3):
+        variables.written_together(book.state, numbers)
+        changed = [table.letter for table in vars(book.tables).values() if isinstance(table, Table) and table.changed]
+        assert (changed, len(book.tables.together.changed)) == ([b"z"], 1)
+        assert {variable.version for variable in variables.every(book.state)} == {count}
+        book.tables.flush()
+    optimizers.free(book.state, numbers[:99])
+    assert variables.get(book.state, numbers[99]).version == 3
+    optimizers.free(book.state, numbers[99:])
+    assert not len(book.tables.together)
 
 
 def test_a_rolled_back_change_is_forgotten_whole(book: Book) -> None:
