@@ -1,7 +1,8 @@
 """P14 and P15: where there is little memory a launch works, or is refused with the remedy, and no process is killed.
 
-P14: a mount namespace of its own has a tmpfs of the size that is tried in the place of /dev/shm. The segments lie in memory
-that it does not limit (``--memory memfd``), or are files in it. A refusal comes within two seconds, and no process gets SIGBUS.
+P14: a mount namespace of its own has a tmpfs of the size that is tried in the place of /dev/shm. The segments lie in
+memory that it does not limit (``--memory memfd``), or are files in it. A refusal comes within two seconds, and no
+process gets SIGBUS.
 
 P15: a control group or a limit of addresses. A refusal says how many bytes were planned and are available, and the
 kernel kills no process for lack of memory.
@@ -28,7 +29,9 @@ REFUSED_WITHIN = 2.0
 #: The exit code of a launch whose service does not start.
 START_FAILED = 3
 #: What a refusal says: the bytes planned, and those available.
-REFUSAL = re.compile(r"(?:: | of )(\d+) bytes (?:planned|\().*?[ :](\d+) bytes (?:of addresses \(.*?\) are )?available", re.S)
+REFUSAL = re.compile(
+    r"(?:: | of )(\d+) bytes (?:planned|\().*?[ :](\d+) bytes (?:of addresses \(.*?\) are )?available", re.S
+)
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 #: Bytes of the variable: one that most volumes hold, and one that only the largest may.
@@ -75,9 +78,9 @@ found = []
 for size, memory, nbytes in json.loads(sys.argv[2]):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
     place = ["--memory", "files", "--run-dir", "/dev/shm/run"] if memory == "files" else []
-    command = [sys.executable, "-m", "central_storage.launch.cli", *place, "--devices", "cpu:0", sys.argv[1], str(nbytes)]
+    launch = [sys.executable, "-m", "central_storage.launch.cli", *place, "--devices", "cpu:0"]
     begun = time.monotonic()
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = subprocess.run([*launch, sys.argv[1], str(nbytes)], capture_output=True, text=True)
     took = time.monotonic() - begun
     found.append([size, memory, nbytes, ended.returncode, took, ended.stdout, ended.stderr])
     subprocess.run(["umount", "/dev/shm"], check=True)
