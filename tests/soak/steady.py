@@ -14,10 +14,11 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,11 @@ REPLICAS = 2
 _ASSIGNS = 9
 #: Updates of one step: what each replica brings to each of its merge points.
 UPDATES = REPLICAS * (_ASSIGNS + 1)
-# A session has so many parts. After each but the first a worker is killed or a checkpoint is saved, in turn.
-_PARTS = 20
+# A part of a session has so many updates, or fewer where a session has few. In each part one worker of every replica
+# is killed, and a checkpoint is saved after it. So 3,500,000 updates have 200 deaths and 100 checkpoints.
+_UPDATES_OF_A_PART, _FEWEST_PARTS = 35_000, 10
+# So many steps follow the last death of a part: more than may have been done ahead, so the worker in its place works.
+_AHEAD, _STEPS_AFTER = 4, 10
 # So much more may be there at the end than after a tenth: bytes of memory of a process, and bytes of the server's
 # tables for each client that is there.
 _MEMORY, _TABLES = 8 << 20, 256
@@ -160,8 +164,8 @@ class _Training:
         self_total, adam, moved = self.total, self.adam, self.moved
         self._step = step
 
-    def train(self, count: int, ahead: int, at: int = -1, strike: Callable[[], None] = lambda: None) -> None:
-        """So many steps; ``strike`` is called after number ``at``."""
+    def train(self, count: int, ahead: int, victims: Mapping[int, int] = MappingProxyType({})) -> None:
+        """So many steps; ``victims`` are the processes that are killed, by the number of the step before."""
         elements = self._strategy.experimental_distribute_dataset([np.full(REPLICAS, k) for k in range(count)])
         begun = time.monotonic()
         for number, _ in enumerate(self._strategy.run_steps(self._step, elements, lookahead=ahead)):
@@ -169,8 +173,8 @@ class _Training:
             self.times.append(now - begun)
             begun = now
             self.steps += 1
-            if number == at:
-                strike()
+            if number in victims:
+                os.kill(victims[number], signal.SIGKILL)
 
     def wrong(self) -> list[str]:
         """What the variables should not hold, in words."""
@@ -179,32 +183,34 @@ class _Training:
         return [] if (values == right).all() else [f"total is {values}, not {right:g}, after {self.steps} steps"]
 
 
+def _workers(strategy: cs.CentralStorageStrategy) -> list[int]:
+    return [replica.pid for replica in strategy.statistics().replicas]
+
+
 def updates(rng: random.Random, count: int, on_updates: Callable[[int], None], say: Callable[[str], None]) -> list[str]:
     """Make about ``count`` updates in one service, and kill workers and save checkpoints in between; what has grown, in
     words. ``say`` is told what was measured."""
-    steps = max(1, count // UPDATES // _PARTS)
+    parts = max(_FEWEST_PARTS, count // _UPDATES_OF_A_PART)
+    steps = max(REPLICAS + _STEPS_AFTER, count // UPDATES // parts)
     with tempfile.TemporaryDirectory(prefix="soak-") as directory, _service() as strategy:
         training, probe = _Training(strategy), _Probe(strategy)
         manager = cs.train.CheckpointManager(training.checkpoint, directory, max_to_keep=2)
-        saved = killed = 0
-        for part in range(_PARTS):
-            if part == _PARTS // 10:
-                before = probe.measure()
-            if part % 2 == 0:
-                training.train(steps, rng.choice([0, 4]))
-                manager.save()
-                saved += 1
-            else:
-                victim = strategy.statistics().replicas[rng.randrange(REPLICAS)].pid
-                training.train(steps, 4, rng.randrange(steps), lambda pid=victim: os.kill(pid, signal.SIGKILL))
-                killed += 1
+        killed = 0
+        for part in range(parts):
+            victims = dict(zip(rng.sample(range(steps - _STEPS_AFTER), REPLICAS), _workers(strategy), strict=True))
+            is_measured = part + 1 in (parts // 10, parts)  # the server keeps the results of runs that were ahead
+            training.train(steps, _AHEAD if is_measured else rng.choice([0, _AHEAD]), victims)
+            killed += len(victims)
+            manager.save()
             on_updates(steps * UPDATES)
+            if part + 1 == parts // 10:
+                before = probe.measure()
         found = [*probe.more_than(before), *training.wrong()]
     tenth = max(1, len(training.times) // 10)
     first = float(np.quantile(training.times[tenth : 2 * tenth], 0.99))
     last = float(np.quantile(training.times[-tenth:], 0.99))
     say(
-        f"P23: {training.steps} steps, {killed} workers killed, {saved} checkpoints saved; the slowest of a hundred "
+        f"P23: {training.steps} steps, {killed} workers killed, {parts} checkpoints saved; the slowest of a hundred "
         f"steps took {1e3 * first:.1f} ms in the second tenth, and {1e3 * last:.1f} ms in the last"
     )
     if last > _SLOWER * first:

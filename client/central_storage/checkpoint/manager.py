@@ -63,9 +63,10 @@ class CheckpointManager(Closed):
             step if the manager saved by itself. Older checkpoints stay in each case.
 
     Raises:
-        InvalidArgumentError: ``checkpoint`` is no Checkpoint, a number is out of its range, ``checkpoint_name`` is not
-            a name of a file, ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never
-            advances, or ``if_save_fails`` is none of the three (a ValueError).
+        InvalidArgumentError: ``checkpoint`` is no Checkpoint, a number is out of its range, ``directory`` is no path,
+            ``checkpoint_name`` is not a name of a file, ``step_counter`` is no scalar, ``checkpoint_interval`` comes
+            without ``step_counter``, or that is an int, which never advances, ``init_fn`` is no function, or
+            ``if_save_fails`` is none of the three (a ValueError).
         ContextError: ``on_sigterm`` outside the main thread (a RuntimeError).
 
     Examples:
@@ -110,11 +111,13 @@ class CheckpointManager(Closed):
             raise InvalidArgumentError(
                 f"keep_checkpoint_every_n_hours must be a number of hours above 0, or None, not {hours!r}"
             )
+        if init_fn is not None and not callable(init_fn):
+            raise InvalidArgumentError(f"init_fn must be a function without arguments, or None, not {init_fn!r:.80}")
         _check_interval(checkpoint_interval, step_counter)
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(f"checkpoint must be a cs.train.Checkpoint, not {checkpoint!r:.80}")
         self._checkpoint = checkpoint
-        self._directory = os.fspath(directory)
+        self._directory = _directory(directory)
         self._anchored = anchored(self._directory)
         self._max_to_keep = max_to_keep
         self._keep_every = None if hours is None else hours * 3600
@@ -394,7 +397,27 @@ class CheckpointManager(Closed):
         return f"<CheckpointManager of {self._directory}>"
 
 
+def _directory(directory: Any) -> str:
+    try:
+        path = os.fspath(directory)
+    except TypeError:
+        path = b""
+    if not isinstance(path, str) or "\0" in path:
+        raise InvalidArgumentError(
+            f"directory must be the path of a directory, a str or Path without NUL characters, not {directory!r:.80}"
+        )
+    return path
+
+
 def _check_interval(interval: Any, step_counter: Any) -> None:
+    shape = getattr(step_counter, "shape", ())
+    is_number = hasattr(step_counter, "__int__") and shape == () and not isinstance(step_counter, complex)
+    if step_counter is not None and not is_number:
+        found = f"has the shape {tuple(shape)}" if shape else f"is {step_counter!r:.80}"
+        raise InvalidArgumentError(
+            "step_counter must be a variable that holds one number (shape ()), or optimizer.iterations; the one given "
+            + found
+        )
     if interval is None:
         return
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:

@@ -70,11 +70,13 @@ class ServiceKeys:
     def read(cls, directory: str) -> Self:
         """The keys that :func:`make_keys` has made.
 
-        Raises ConfigurationError if a file is missing, is no key, if others could read or replace the secret one, or if
-        they could write the key of a peer and so admit themselves.
+        Raises ConfigurationError if a file is missing, is no key, if others could read or replace the secret one, if
+        they could write the key of a peer and so admit themselves, or if ``service.key``, where it is there, is not
+        the public key of the secret one: peers that have it would wait without end.
         """
         directory = _own_directory(directory)
         keys = cls(directory, *_pair(os.path.join(directory, _SERVICE + _SECRET)))
+        _check_service(directory, keys.public)
         for role in _known(directory):
             _check_public(keys._path(role))
         return keys
@@ -122,8 +124,8 @@ class PeerKeys:
     def read(cls, directory: str) -> Self:
         """The keys in ``directory``: ``service.key``, and one secret key of such a peer.
 
-        Raises ConfigurationError if one is missing, if there are several peers, or if others could read or replace the
-        secret one.
+        Raises ConfigurationError if one is missing, if there are several peers, if others could read or replace the
+        secret one, or if the directory has the service's secret key, too, and it does not belong to ``service.key``.
         """
         directory = _own_directory(directory)
         names = sorted(os.listdir(directory))
@@ -139,7 +141,10 @@ class PeerKeys:
                 "cs-launch keys makes"
             )
         path = os.path.join(directory, secrets[0])
-        return cls(path, *_pair(path), read_public(os.path.join(directory, _SERVICE + _PUBLIC)))
+        service = read_public(os.path.join(directory, _SERVICE + _PUBLIC))
+        if _SERVICE + _SECRET in names:
+            _check_service(directory, _pair(os.path.join(directory, _SERVICE + _SECRET))[0])
+        return cls(path, *_pair(path), service)
 
     @property
     def role(self) -> str:
@@ -381,7 +386,23 @@ def _pair(path: str) -> tuple[bytes, bytes]:
     public, secret = _loaded(path)
     if secret is None:
         raise ConfigurationError(f"{path} holds no secret key")
+    if zmq.curve_public(secret) != public:
+        raise ConfigurationError(
+            f"the public key in {path} does not belong to the secret key there; remove the pair, let cs-launch keys "
+            "make a new one, and copy it to the other machines"
+        )
     return public, secret
+
+
+def _check_service(directory: str, public: bytes) -> None:
+    """Raise ConfigurationError if ``service.key`` is there and is not the public key of the service there."""
+    path = os.path.join(directory, _SERVICE + _PUBLIC)
+    if os.path.lexists(path) and read_public(path) != public:
+        raise ConfigurationError(
+            f"the key {path} does not belong to {path}{_SECRET.removeprefix(_PUBLIC)}, so peers that have it cannot "
+            "reach the service; copy both files anew from the directory that cs-launch keys has made, or remove both, "
+            "run cs-launch keys there, and copy service.key to the other machines"
+        )
 
 
 def read_public(path: str) -> bytes:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +504,36 @@ def test_a_number_that_is_none(tmp_path: Path, checkpoint: Checkpoint, number: A
 def test_a_name_that_is_no_name_of_a_file(tmp_path: Path, checkpoint: Checkpoint, name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="checkpoint_name"):
         CheckpointManager(checkpoint, tmp_path, None, checkpoint_name=name)
+
+
+@pytest.mark.parametrize("directory", ["a\0b", 3, None, b"bytes"])
+def test_a_directory_that_is_no_path(checkpoint: Checkpoint, directory: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"directory must be the path of a directory, .* without NUL"):
+        CheckpointManager(checkpoint, directory, None)
+
+
+@pytest.mark.parametrize("function", [3, "begin", False])
+def test_an_init_fn_that_is_no_function(tmp_path: Path, checkpoint: Checkpoint, function: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"init_fn must be a function .*, or None, not {function!r}"):
+        CheckpointManager(checkpoint, tmp_path, None, init_fn=function)
+
+
+@pytest.mark.parametrize("interval", [None, 10])
+@pytest.mark.parametrize(
+    ("counter", "said"),
+    [
+        (lambda: Variable([0, 0]), r"has the shape \(2,\)"),
+        (lambda: Variable([0]), r"has the shape \(1,\)"),
+        (lambda: np.zeros((2, 3)), r"has the shape \(2, 3\)"),
+        (lambda: "10", "is '10'"),
+        (lambda: 1j, "is 1j"),
+    ],
+)
+def test_a_step_counter_that_is_no_scalar(
+    tmp_path: Path, checkpoint: Checkpoint, counter: Callable[[], Any], said: str, interval: int | None
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"step_counter must be a variable .* the one given {said}"):
+        CheckpointManager(checkpoint, tmp_path, 1, step_counter=counter(), checkpoint_interval=interval)
 
 
 SAVES = """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.processes import run
+from tests.harness.timing import unit
 
 from cs_runtime.failpoints import FAILPOINTS
 
@@ -33,7 +34,7 @@ from cs_runtime.failpoints import failpoints_of
 
 logging.disable(logging.WARNING)
 SABOTAGE, HOW = sys.argv[2], sys.argv[4]
-COUNT = 6
+COUNT = int(sys.argv[5])
 OPTIONS = train.CheckpointOptions(enable_async=HOW == "in a thread")
 disk.PART = 4096  # an array of 16 kB has four parts
 
@@ -97,12 +98,14 @@ def trial(directory, place, nth, number):
 root, found = Path(sys.argv[1]), {}
 for place, hits, number in json.loads(sys.argv[3]):
     for nth in hits:
-        found[f"{place}@{nth}"] = trial(root / f"{place}-{nth}-{number}", place, nth, number)
+        key = f"{place}@{nth}" if number is None else f"{place}@{nth} of {number}"
+        found[key] = trial(root / f"{place}-{nth}-{number}", place, nth, number)
 print(json.dumps(found))
 """
 
+Point = tuple[str, list[int], int | None]
 #: place, hits, the number of the checkpoint that is replaced, if one is.
-KILL_POINTS = [
+KILL_POINTS: list[Point] = [
     ("save.draft", [1, 2, 3, 5], None),
     ("save.write", [1, 2, 4, 5, 8, 9, 12, 14, 18, 27, 40, 54], None),
     ("save.sync", [1, 2, 3, 4, 6], None),
@@ -114,15 +117,35 @@ KILL_POINTS = [
     ("save.replace", [1, 2, 3, 4, 6], 7),
 ]
 #: That only a save in a thread passes.
-IN_A_THREAD = [("save.copied", [1, 2, 3, 6], None)]
+IN_A_THREAD: list[Point] = [("save.copied", [1, 2, 3, 6], None)]
+#: Nine saves come to a place so often, and to the others nine times. Each hit is tried, and at the places of a save
+#: that replaces a checkpoint, hits of such saves, too.
+OF_NINE_SAVES = {"save.write": 81, "save.delete": 7}
+OF_BOTH = {"save.draft", "save.write", "save.sync", "save.checked"}
+EVERY_HIT: list[Point] = [
+    (place, list(range(1, OF_NINE_SAVES.get(place, 9) + 1)), number)
+    for place, _, first in KILL_POINTS
+    for number in ([None, 7] if place in OF_BOTH else [first])
+]
+#: How long all trials of one way may take, seconds.
+_PATIENCE = 500.0
 
 
-def trials(tmp_path: Path, how: str, sabotage: str = "none") -> dict[str, str | None]:
+def trials(
+    tmp_path: Path, how: str, sabotage: str = "none", points: list[Point] = KILL_POINTS, saves: int = 6
+) -> dict[str, str | None]:
     script = tmp_path / "kills.py"
     script.write_text(KILLS)
-    points = json.dumps(KILL_POINTS + IN_A_THREAD * (how == "in a thread"))
-    found: dict[str, str | None] = json.loads(run(script, tmp_path, sabotage, points, how).ok().out)
+    said = json.dumps(points + IN_A_THREAD * (how == "in a thread"))
+    ended = run(script, tmp_path, sabotage, said, how, str(saves), timeout=unit(_PATIENCE))
+    found: dict[str, str | None] = json.loads(ended.ok().out)
     return found
+
+
+def judge(found: dict[str, str | None]) -> None:
+    """Every kill happened, and left what it should."""
+    print(f"\n{len(found)} kills, {sum(bool(why) for why in found.values())} bad")
+    assert {place: why for place, why in found.items() if why != ""} == {}
 
 
 @pytest.mark.long
@@ -132,8 +155,17 @@ def test_kills_at_every_place_of_a_save(tmp_path: Path, how: str, count: int) ->
     assert points == {name for name in FAILPOINTS if name.startswith("save.")}
     found = trials(tmp_path, how)
     assert len(found) == count
-    print(f"\n{len(found)} kills, {sum(bool(why) for why in found.values())} bad")
-    assert {place: why for place, why in found.items() if why != ""} == {}
+    judge(found)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("how", "count"), [("at once", 259), ("in a thread", 263)])
+def test_kills_at_every_hit_of_every_place(tmp_path: Path, how: str, count: int) -> None:
+    found = trials(tmp_path, how, points=EVERY_HIT, saves=9)
+    assert len(found) == count
+    judge(found)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
+import zmq.auth
 from tests.harness.timing import unit
 from zmq.utils.monitor import recv_monitor_message
 
@@ -149,6 +150,46 @@ def test_a_public_key_that_others_may_write_admits_nobody(
     change(tmp_path / "there-observer" / "service.key")
     with pytest.raises(ConfigurationError, match=r"service\.key must be a file of yours that others may not write"):
         ObserverKeys.read(str(tmp_path / "there-observer"))
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Path:
+    """A directory with other keys of the same names."""
+    make_keys(str(tmp_path / "another"))
+    return tmp_path / "another"
+
+
+MISMATCH = r"service\.key does not belong to .*service\.key_secret, .* copy both files anew .* run cs-launch keys"
+
+
+def test_a_service_key_that_is_not_that_of_its_secret_is_refused(keys: str, tmp_path: Path, another: Path) -> None:
+    """By the service, and by a peer that has both files."""
+    Path(keys, "service.key").write_bytes((another / "service.key").read_bytes())
+    with pytest.raises(ConfigurationError, match=MISMATCH):
+        ServiceKeys.read(keys)
+    with pytest.raises(ConfigurationError, match=MISMATCH):
+        ObserverKeys.read(keys)
+    make_keys(keys, worker="n1")
+    with pytest.raises(ConfigurationError, match=MISMATCH):
+        WorkerKeys.read(keys)
+    assert observer_of(keys, tmp_path).service == ServiceKeys.read(str(another)).public  # nobody can tell there
+
+
+def test_a_service_needs_no_file_of_its_public_key(keys: str) -> None:
+    before = ServiceKeys.read(keys)
+    Path(keys, "service.key").unlink()
+    assert ServiceKeys.read(keys) == before
+
+
+@pytest.mark.parametrize("name", ["service", "observer"])
+def test_a_pair_of_two_keys_is_refused(keys: str, another: Path, name: str) -> None:
+    path = Path(keys, f"{name}.key_secret")
+    public, other = (zmq.auth.load_certificate(each)[0] for each in (path, another / path.name))
+    path.write_bytes(path.read_bytes().replace(public, other))
+    with pytest.raises(
+        ConfigurationError, match=rf"the public key in .*{name}\.key_secret does not belong to the secret"
+    ):
+        (ServiceKeys if name == "service" else ObserverKeys).read(keys)
 
 
 def test_a_directory_that_others_may_write_admits_nobody(keys: str, tmp_path: Path) -> None:
