@@ -29,7 +29,7 @@ __all__ = ["alone", "keys", "program", "stack"]
 _HEAD, _NODE = "10.203.0.1", "10.203.0.2"
 # Of the bad network: the probability with which a packet is lost, and how late the others are, in seconds.
 _LOSS, _DELAY = "0.1", "0.05"
-# Seconds after which everything goes on that a network had stopped.
+# Seconds after which a training goes on that a network had stopped.
 _GOES_ON = 5.0
 
 # The replicas count their steps in a variable, and train another one. Before every third step the script waits.
@@ -45,17 +45,17 @@ F32 = np.float32
 steps, door = int(sys.argv[1]), sys.argv[2:]
 strategy = cs.CentralStorageStrategy(start_timeout=120)
 with strategy.scope():
-    count = cs.Variable(np.zeros(1000, F32), name="count")
-    trained = cs.Variable(np.random.default_rng(7).normal(size=30_000).astype(F32))
+    count = cs.Variable(np.zeros(100, F32), name="count")
+    trained = cs.Variable(np.random.default_rng(7).normal(size=1000).astype(F32))
     sgd, adam = cs.optimizers.SGD(1.0), cs.optimizers.Adam(0.01)
 
 
 def step(number):
     own = np.random.default_rng((int(number), int(cs.get_replica_context().replica_id_in_sync_group)))
-    held = np.asarray(trained) * own.normal(size=30_000).astype(F32)
-    sgd.apply_gradients([(np.full(1000, -0.5, F32), count)])
+    held = np.asarray(trained) * own.normal(size=1000).astype(F32)
+    sgd.apply_gradients([(np.full(100, -0.5, F32), count)])
     adam.apply_gradients([(held, trained)])
-    return held[::100].copy()
+    return held[::10].copy()
 
 
 told = hashlib.blake2b(digest_size=12)
@@ -258,7 +258,7 @@ def test_a_bad_network_loses_and_doubles_no_update(
     words = (counting, str(steps), door)
     machines = Machines(stack, keys, *words, launchers=network.launchers(), host=_HEAD)
     outposts = machines.both()
-    watcher, within = Watcher(stack, network, machines.address, keys, tmp_path), 3 * unit(_GOES_ON)
+    watcher = Watcher(stack, network, machines.address, keys, tmp_path)
     for step in range(2, 3 * trials + 2, 3):
         machines.head.wait_for(f"^at the door {step}$", timeout=unit(60))
         watcher.ask(3)
@@ -269,12 +269,12 @@ def test_a_bad_network_loses_and_doubles_no_update(
         with pytest.raises(AssertionError, match="did not print"):
             machines.head.wait_for(f"^step {step}$", timeout=seconds)
         network.set_link("up")
-        until = time.monotonic() + within
-        machines.head.wait_for(f"^step {step}$", timeout=within)
-        trained = within - (until - time.monotonic())
-        least, most = watcher.seen(max(0.0, until - time.monotonic()))[-1]
-        assert (least == most, most in (step, step + 1, step + 2, step + 3)) == (True, True)
-        print(f"after {trained:.1f} s the training went on; {within - (until - time.monotonic()):.1f} s both")
+        begun = time.monotonic()
+        machines.head.wait_for(f"^step {step}$", timeout=3 * unit(_GOES_ON))
+        trained = time.monotonic() - begun
+        least, most = watcher.seen(unit(60))[-1]
+        assert (least == most, most in range(step, step + 4)) == (True, True)
+        print(f"the training went on after {trained:.1f} s, and the observer after {time.monotonic() - begun:.1f} s")
     machines.head.wait_for(f"^at the door {steps - 1}$", timeout=unit(60))
     watcher.ask(1)
     assert watcher.seen(unit(60))[-1] == (steps - 1, steps - 1)
