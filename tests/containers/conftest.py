@@ -144,9 +144,9 @@ class Project:
         return server
 
     def worker(self, rank: int) -> str:
-        """The id of the container that runs worker ``rank``."""
-        is_it = re.compile(rf"\[cs-launch\] worker w{rank} of ")
-        return next(each for each in self.containers("worker") if is_it.search(_asked("logs", each).stderr))
+        """The id of the container that runs worker ``rank``, once every worker has said which it is."""
+        which = r"\[cs-launch\] worker w(\d+) of "
+        return {int(wait_for(each, which)[1]): each for each in self.containers("worker")}[rank]
 
     def containers(self, *services: str) -> list[str]:
         """The ids of the containers of these services (default: server and workers), also of those that have ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import time
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.timeout(unit(240))
 Make = Callable[..., Project]
 
 SECCOMP = ROOT / "tests/containers/no_shared_memory.json"
+#: In how many trainings processes and containers die.
+ROUNDS = int(os.environ.get("CS_CONTAINER_ROUNDS", "1"))
 
 # With a number as its second argument it stops at so many doors, in the midst of a step: replica 0 computes until the
 # file is there, the others wait for it at a merge point.
@@ -79,7 +82,11 @@ for place in ("/tmp", "/run/central-storage"):
 KILL = """
 import os, signal, sys
 for pid in filter(str.isdecimal, os.listdir("/proc")):
-    if f"\\0-m\\0{sys.argv[1]}\\0".encode() in open(f"/proc/{pid}/cmdline", "rb").read():
+    try:
+        words = open(f"/proc/{pid}/cmdline", "rb").read()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        continue
+    if f"\\0-m\\0{sys.argv[1]}\\0".encode() in words:
         os.kill(int(pid), signal.SIGKILL)
         print("killed", pid)
 """
@@ -192,11 +199,14 @@ def test_all_are_healthy_within_20_seconds(service: Project) -> None:
     service.wait_until_healthy(20)
 
 
+@pytest.mark.parametrize("number", range(ROUNDS))
 def test_processes_and_containers_die_in_the_midst_of_training_and_the_weights_are_the_same(
-    service: Project, weights: Callable[[int], str]
+    service: Project, project: Make, weights: Callable[[int], str], number: int
 ) -> None:
-    server, first, second = service.server, service.worker(0), service.worker(1)
-    script = Script(service, "-c", TRAIN, DIGITS, "5")
+    """Four kills and a pause in a training. Each further one has a project of its own, and so new logs and restarts."""
+    made = project().up() if number else service
+    server, first, second = made.server, made.worker(0), made.worker(1)
+    script = Script(made, "-c", TRAIN, DIGITS, "5")
 
     def at(door: int, times: int = 1) -> None:
         wait_for(first, rf"(at /run/central-storage/door.{door}\n.*){{{times}}}")

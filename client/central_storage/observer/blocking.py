@@ -154,7 +154,8 @@ class Session:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
-        socket.setsockopt(zmq.IDENTITY, self._name)
+        if self._lifeline is not None:  # a gateway names each connection: it may not know yet that the last one is cut
+            socket.setsockopt(zmq.IDENTITY, self._name)
         self._place.protect(socket)
         socket.connect(self._place.endpoint)
         # The garbage collector may find an unclosed observer as a whole; a context would then wait for ever for its

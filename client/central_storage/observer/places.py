@@ -15,6 +15,10 @@ from cs_runtime.transport.supervisor_link import CARRIED, checked
 __all__ = ["Place", "place_of"]
 
 
+# Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
+_UNACKNOWLEDGED = 5000
+
+
 class Place(Protocol):
     """Where a service answers."""
 
@@ -90,6 +94,7 @@ class _Elsewhere:
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(zmq.IPV6, int(self._is_ipv6))
+        socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED)
         protect_client(socket, self._keys)
 
 
