@@ -511,7 +511,7 @@ def _places(
     places: dict[str, _Place] = {}
     shapes: list[list[Any]] = []
     at, is_in_order, kind = begin, True, _Kind("", (), 0)
-    before: list[Any] = [None, None, None]
+    before: list[Any] = [..., ..., ...]  # what no JSON is equal to
     for key, entry in entries.items():
         try:
             dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -572,7 +572,7 @@ def _kind(
 ) -> _Kind:
     """The dtype and shape of an array according to the header, and to the index if it is ``complex_``. ``kinds`` keeps
     what has been checked."""
-    has_types = type(dtype) is str and type(shape) is list
+    has_types = type(dtype) is str and type(shape) is list and dtype not in _DTYPES and dtype not in _PAIRS
     if has_types and (known := (dtype, str(shape), complex_)) in kinds:  # the text tells 1 from true
         return kinds[known]
     if not has_types or not all(map(_is_count, shape)):

@@ -362,7 +362,7 @@ class StandIn:
         return segment
 
     def _guarded(self, call: Callable[[], None]) -> Callable[[], None]:
-        """``call``, whose errors end this worker and nothing else."""
+        """``call``, whose errors end the session of the outpost, with all its workers, and nothing else."""
 
         def guarded() -> None:
             if self._link.fileno() < 0:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -106,7 +106,7 @@ def _run_directories(path: str | None, count: int, undo: ExitStack) -> list[str]
     if path is not None and count > 1:
         if not os.path.exists(path):
             os.makedirs(path, 0o700)
-            undo.callback(os.rmdir, path)
+            undo.callback(_remove_if_empty, path)
         paths = [os.path.join(path, str(number)) for number in range(count)]
     held = []
     for each in paths:
@@ -114,6 +114,12 @@ def _run_directories(path: str | None, count: int, undo: ExitStack) -> list[str]
         undo.callback(made.remove)
         held.append(made.path)
     return held
+
+
+def _remove_if_empty(path: str) -> None:
+    """Remove a directory unless something of others has come into it."""
+    with suppress(OSError):
+        os.rmdir(path)
 
 
 def warn_of_busy(used: Sequence[str], here: Machine) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from central_storage.cluster import cost
 from central_storage.cluster.cost import Cost
+from central_storage.cluster.session import ENVELOPE_NBYTES, MOST_UNHEARD
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 from cs_proto.printable import printable
@@ -33,6 +34,9 @@ _LISTED = 12
 # A training step of this length is an example, in seconds.
 _COMPUTATION = 0.05
 _MB = 1_000_000
+# The most bytes of variables that are copied for one link at a time: the session keeps its envelopes, and ZeroMQ has
+# copied them, too.
+_COPIED_NBYTES = 2 * MOST_UNHEARD * ENVELOPE_NBYTES
 
 
 @frozen
@@ -145,7 +149,7 @@ def _places(request: Request, estimate: Estimate) -> list[str]:
     if rest:
         most = rounded(_node_nbytes(request, estimate, max(rest)))
         rows.append((f"{len(rest)} more", _count(sum(rest), "worker"), f"up to {most} each"))
-    copies = rounded(request.copies * plan.gradients)
+    copies = rounded(_waiting_nbytes(request, estimate))
     missing = _missing(request, estimate)
     has = f"{rounded(estimate.available)} available"
     return [
@@ -163,7 +167,12 @@ def _places(request: Request, estimate: Estimate) -> list[str]:
 
 def _head_nbytes(request: Request, estimate: Estimate) -> int:
     """What the service takes there, and the copies of variables that wait for the links."""
-    return estimate.plan.nbytes + request.copies * estimate.plan.gradients
+    return estimate.plan.nbytes + _waiting_nbytes(request, estimate)
+
+
+def _waiting_nbytes(request: Request, estimate: Estimate) -> int:
+    """The most bytes of copies that wait to be sent. The rest is read in the segments when its turn comes."""
+    return request.copies * min(estimate.plan.gradients, _COPIED_NBYTES)
 
 
 def _node_nbytes(request: Request, estimate: Estimate, workers: int) -> int:

@@ -259,6 +259,15 @@ def as_format_1(content: bytes) -> bytes:
     return resealed(content, change)
 
 
+def before_all(header: dict[str, Any], name: str, what: object) -> None:
+    """Put an empty array before all others, with this dtype and shape."""
+    others = dict(header)
+    header.clear()
+    header["__metadata__"] = others.pop("__metadata__")
+    header[name] = {"dtype": what, "shape": what, "data_offsets": [0, 0]}
+    header.update(others)
+
+
 FILE_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]] = {
     "no name": (lambda index, header: index.pop("name"), "its index has no field 'name'"),
     "no checksums": (lambda index, header: index.pop("checksums"), "its index has no field 'checksums'"),
@@ -280,6 +289,9 @@ FILE_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object],
         "place of v",
     ),
     "dtype a list": (lambda index, header: header["w"].update(dtype=["F64"]), "place of w"),
+    "dtype a name of NumPy's": (lambda index, header: header["w"].update(dtype="float64"), "place of w"),
+    "dtype a name of NumPy's pairs": (lambda index, header: header["w"].update(dtype="complex64"), "place of w"),
+    "first entry of nulls": (lambda index, header: before_all(header, "n", None), "place of n"),
     "offsets a text": (lambda index, header: header["w"].update(data_offsets="01"), "place of w"),
     "offset true": (lambda index, header: header["w"].update(data_offsets=[False, 48]), "place of w"),
     "shape negative": (lambda index, header: header["w"].update(shape=[-2, -3]), "place of w"),

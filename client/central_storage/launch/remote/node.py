@@ -207,10 +207,10 @@ class Node:
 
     def turn(self) -> bool:
         """Put what the worker has said. False if there was nothing."""
+        if not self._sockets.have_input():  # asked without a worker, too: otherwise their descriptors stay readable
+            return False
         now = self._now
         if now is None or self._server is None:
-            return False
-        if not self._sockets.have_input():
             return False
         has_spoken = False
         while (parts := self._server.take()) is not None:

@@ -69,6 +69,8 @@ class Seating:
         self._places: dict[Peer, Elsewhere] = {}
         self._queue: list[tuple[Peer, Join]] = []  # launchers for which there may be a place
         self._is_full = False  # all have joined, and their nodes were named
+        # By the node and the pid of a launcher that has more workers to run: how many places are kept for them.
+        self._kept: dict[tuple[str, int], int] = {}
 
     @property
     def places(self) -> list[Elsewhere]:
@@ -105,15 +107,25 @@ class Seating:
             if waiting not in self._queue:  # it has gone meanwhile
                 continue
             peer, request = waiting
+            whose = request.node, request.pid
             open_to_it = sum(child.is_free or child.is_awaited or self._is_started_again(child) for child in places)
+            kept = sum(count for machine, count in self._kept.items() if machine != whose)
+            open_to_it = max(0, open_to_it - kept)
             place = next((child for child in places if child.is_free), None)
             if open_to_it < request.workers:
                 self._queue.remove(waiting)
                 peer.send(StartFailed(as_record(_no_place(request.workers, open_to_it, len(places)))))
             elif place is not None:
                 self._queue.remove(waiting)
+                self._keep(whose, request.workers - 1)
                 self._give(place, peer, request.pid, request.node)
                 self._say_joined(place, places)
+
+    def _keep(self, machine: tuple[str, int], count: int) -> None:
+        """Keep so many places for the further workers of a launcher, and none that were kept before."""
+        self._kept.pop(machine, None)
+        if count:
+            self._kept[machine] = count
 
     def hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
         """Give the next incarnation of a worker to the launcher that ran the last one. If that launcher is gone,
@@ -136,7 +148,9 @@ class Seating:
         """Drop a peer whose connection has ended, if it is a launcher."""
         self._queue = [(launcher, request) for launcher, request in self._queue if launcher is not peer]
         if peer in self._places:
-            self._places.pop(peer).leave()
+            place = self._places.pop(peer)
+            self._keep((place.node, place.pid), 0)
+            place.leave()
 
     def _say_joined(self, place: Elsewhere, places: list[Elsewhere]) -> None:
         """Say who has joined, and once all have, on which nodes they are."""

@@ -90,9 +90,9 @@ def test_who_comes_back_goes_on(world: World) -> None:
 def test_a_machine_gets_places_for_all_its_workers_or_none(world: World) -> None:
     serve(world, FRESH)
 
-    def asks(workers: int) -> Client:
+    def asks(workers: int, pid: int = 17) -> Client:
         launcher = world.client(role="")
-        launcher.send(Join(PROTOCOL, 17, workers=workers))
+        launcher.send(Join(PROTOCOL, pid, workers=workers))
         return launcher
 
     refused = asks(3).receive()
@@ -103,6 +103,7 @@ def test_a_machine_gets_places_for_all_its_workers_or_none(world: World) -> None
     refused = asks(2).receive()
     assert isinstance(refused, StartFailed)
     assert "2 workers to run, and the service only 1 of 2 left" in refused.error.message
+    assert isinstance(asks(1, pid=18).receive(), StartFailed)  # another machine, which would end the start of the first
     assert joined(asks(1)) == (1, 1)
     refused = asks(1).receive()
     assert isinstance(refused, StartFailed)

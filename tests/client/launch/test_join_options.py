@@ -1,0 +1,26 @@
+"""The run directories of the workers of ``cs-launch --join`` on another machine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from central_storage.launch.join_options import _run_directories
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_directory_for_several_workers_goes_unless_others_have_put_something_there(
+    tmp_path: Path, is_used: bool
+) -> None:
+    there = tmp_path / "own"
+    with ExitStack() as undo:
+        made = _run_directories(str(there), 2, undo)
+        assert made == [str(there / "0"), str(there / "1")]
+        if is_used:
+            (there / "notes").write_text("")
+    assert there.exists() == is_used
+    if is_used:
+        assert os.listdir(there) == ["notes"]
