@@ -39,8 +39,8 @@ class CheckpointManager(Closed):
 
     Args:
         checkpoint: The checkpoint to save and restore.
-        directory: The directory of the files. If the script changes its working directory later, a relative one stays
-            where it was.
+        directory: The directory of the files. If the script changes its working directory later, files of a relative
+            one stay where they were; the paths that the manager returns begin with it as it was given.
         max_to_keep: The number of checkpoints to keep, from 1; None: all.
         keep_checkpoint_every_n_hours: A checkpoint that ``max_to_keep`` would delete is kept for good if it was saved
             at least this many hours after the last one that was kept, or after the first checkpoint. An empty file
@@ -154,7 +154,7 @@ class CheckpointManager(Closed):
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints that are there, oldest first, but for those that are kept for good."""
-        return [path for path in self._paths() if not os.path.lexists(path + _KEPT)]
+        return list(map(self._as_given, self._deletable()))
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -165,7 +165,7 @@ class CheckpointManager(Closed):
     def skipped_checkpoints(self) -> dict[str, str]:
         """The paths that the last :meth:`restore_or_initialize` left out because they were damaged, newest first, and
         what was found."""
-        return dict(self._skipped)
+        return {self._as_given(path): found for path, found in self._skipped.items()}
 
     @property
     def failed_saves(self) -> int:
@@ -223,7 +223,7 @@ class CheckpointManager(Closed):
             self._failures.handle(error)
             return None
         self._whole_step, self._last_step = (self._last_step if in_thread else step), step
-        return path
+        return self._as_given(path)
 
     def _save(self, number: int | None, in_thread: bool) -> str:
         """Save now, whatever the policy. No other save may be under way."""
@@ -300,7 +300,7 @@ class CheckpointManager(Closed):
                 self._checkpoint.restore(newest)
                 self._whole_step = self._last_step = self._step()
                 self._begin()
-                return newest
+                return self._as_given(newest)
             except CheckpointDamagedError as error:
                 _log.warning("skipped a checkpoint: %s", error)
                 self._skipped[newest] = str(error)
@@ -346,7 +346,7 @@ class CheckpointManager(Closed):
         """Delete the oldest until ``count`` that are whole are left, ``but`` aside. A disk that refuses is no error:
         the new checkpoint is saved, and the next save tries again."""
         try:
-            found = [path for path in self.checkpoints if path != but]
+            found = [path for path in self._deletable() if path != but]
             whole = [path for path in found if path not in self._skipped]
             if count is None or len(whole) <= count:
                 return
@@ -381,8 +381,16 @@ class CheckpointManager(Closed):
         numbers = (number for number, _ in self._found())
         return max([self._checkpoint._count, *numbers]) + 1  # noqa: SLF001
 
+    def _deletable(self) -> list[str]:
+        """The paths of those that are not kept for good, oldest first."""
+        return [path for path in self._paths() if not os.path.lexists(path + _KEPT)]
+
     def _paths(self) -> list[str]:
         return [os.path.join(self._anchored, name) for _, name in self._found()]
+
+    def _as_given(self, path: str) -> str:
+        """The path of a checkpoint below the directory as the user has named it, as TensorFlow returns it."""
+        return os.path.join(self._directory, os.path.basename(path))
 
     def _path_of(self, number: int) -> str:
         return os.path.join(self._anchored, f"{self._name}-{number}{SUFFIX}")

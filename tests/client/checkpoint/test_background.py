@@ -101,7 +101,7 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, gate: Gate, monkeypa
     gate.opened.set()
     manager.sync()
     checkpoint.sync()
-    assert begun == [str(tmp_path / "first/managed/ckpt-1.safetensors"), "counted-1.safetensors"]
+    assert begun == ["managed/ckpt-1.safetensors", "counted-1.safetensors"]
     saved = manager.save()
     monkeypatch.chdir(tmp_path / "first")
     checkpoint.write("written", options=IN_THREAD)
