@@ -21,7 +21,8 @@ from itertools import cycle, islice, product
 from pathlib import Path
 
 import pytest
-from tests.harness.processes import run, start
+from tests.harness.mounts import UNSHARE, need_mount_namespaces
+from tests.harness.processes import start
 from tests.harness.timing import unit
 
 #: How long a refusal may take, seconds.
@@ -146,12 +147,7 @@ MANY = [
 @pytest.fixture
 def namespace() -> None:
     """Skip where no mount namespace is permitted."""
-    try:
-        tried = run("unshare", "--user", "--map-root-user", "--mount", "true")
-    except FileNotFoundError:
-        pytest.skip("P14 is not tested with a small /dev/shm: there is no command unshare")
-    if tried.code:
-        pytest.skip(f"P14 is not tested with a small /dev/shm: no mount namespace is permitted ({tried.err.strip()})")
+    need_mount_namespaces("P14 is not tested with a small /dev/shm")
 
 
 @pytest.mark.long
@@ -167,7 +163,7 @@ def test_launches_with_a_small_dev_shm(tmp_path: Path, tried: list[tuple[int, st
     script, launches = tmp_path / "trains.py", tmp_path / "launches.py"
     script.write_text(TRAINS)
     launches.write_text(LAUNCHES)
-    command = ("unshare", "--user", "--map-root-user", "--mount", sys.executable, launches, script, json.dumps(tried))
+    command = (*UNSHARE, sys.executable, launches, script, json.dumps(tried))
     with start(*command) as child:
         found = json.loads(child.wait(unit(500)).ok().out)
     times, works = [], 0

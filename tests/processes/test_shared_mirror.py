@@ -20,6 +20,7 @@ from tests.processes.test_outposts import (
     Door,
     Machines,
     alone,
+    cut_and_mended,
     digests,
     ends_well,
     process_of,
@@ -192,19 +193,7 @@ def test_a_link_that_is_cut_and_mended_changes_no_bit(
 ) -> None:
     door = Door(tmp_path / "door", 6)
     machines = Machines(stack, keys, program, part, str(STEPS), *door.words)
-    with proxied(machines.address) as (address, cut, hold):
-        outpost = both(machines, address)
-        machines.head.wait_for("at the door")
-        cut()
-        hold(True)  # what connects again gets no answer
-        door.open()
-        with pytest.raises(AssertionError, match="did not print"):
-            machines.head.wait_for(rf"^{part} ", timeout=unit(2))
-        cut()
-        hold(False)
-        machines.head.wait_for(rf"^{part} ", timeout=unit(60))
-        assert not re.search(r"ended by", machines.head.err), machines.head.err
-        ends_well(machines, [outpost], {part: alone[part]})
+    cut_and_mended(machines, door, part, alone[part], lambda address: [both(machines, address)])
 
 
 def test_an_outpost_that_is_cut_off_for_too_long_is_replaced(

@@ -236,7 +236,8 @@ class _Placing:
             has_worked = time.monotonic() - began >= WORKED_SECONDS
             pause = restarts.next(str(launcher), has_worked=has_worked) or 0.0
             await asyncio.sleep(max(pause, _END_PAUSE) if is_told else pause)
-            self._say(f"worker-{launcher} on {seat.address} {why}; it is placed again")
+            which = f"worker-{launcher}" if seat.workers == 1 else f"worker-{launcher} ({seat.workers} workers)"
+            self._say(f"{which} on {seat.address} {why}; it is placed again")
             seat = await self._open_again(launcher, actor)
 
     async def _work(self, seat: _Seat, endpoint: str) -> tuple[Any, str, bool]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.mounts import UNSHARE, need_mount_namespaces
 from tests.harness.processes import run, start
 
 from central_storage.checkpoint import disk
@@ -220,16 +221,11 @@ print(json.dumps(found))
 @pytest.mark.long
 def test_100_fill_levels_of_a_small_disk(tmp_path: Path) -> None:
     """A tmpfs of 4 MiB in a mount namespace of its own, so nothing else sees it."""
-    try:
-        namespace = run("unshare", "--user", "--map-root-user", "--mount", "true")
-    except FileNotFoundError:
-        pytest.skip("P13 is not tested with a full disk: there is no command unshare")
-    if namespace.code:
-        pytest.skip(f"P13 is not tested with a full disk: no mount namespace is permitted ({namespace.err.strip()})")
+    need_mount_namespaces("P13 is not tested with a full disk")
     script, place = tmp_path / "fills.py", tmp_path / "small"
     script.write_text(FILLS)
     place.mkdir()
-    with start("unshare", "--user", "--map-root-user", "--mount", sys.executable, script, place) as child:
+    with start(*UNSHARE, sys.executable, script, place) as child:
         found = json.loads(child.wait().ok().out)
     print(f"\n{found['saved']} saved, {found['refused']} refused, {len(found['wrong'])} wrong")
     assert found["wrong"] == []
