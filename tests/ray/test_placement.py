@@ -95,7 +95,8 @@ def test_workers_of_a_node_have_one_launcher(cluster: Running, bits: str) -> Non
         training.wait_for("^stopped 5 ", unit(120))
         assert other.is_running()
         found[2].kill()
-        training.wait_for(r"worker-\d on 127.0.0.1 ended by exit code -9.*; it is placed again", unit(60), "err")
+        again = r"worker-\d \(2 workers\) on 127.0.0.1 ended by exit code -9.*; it is placed again"
+        training.wait_for(again, unit(60), "err")
         go_on(training, 5)
         ended = ends_well(training, cluster)
     assert digest(ended) == bits
