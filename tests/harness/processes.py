@@ -149,11 +149,18 @@ class Child:
         return sorted(marked(self.mark), key=lambda process: process.pid != self.pid)
 
     def close(self) -> None:
-        """End everything that came of the child. Idempotent."""
-        if self._process.returncode is None:
+        """End everything that came of the child, and print its output, which pytest shows if the test has failed.
+        Idempotent."""
+        if self._selector.get_map() is None:  # it is closed
+            return
+        if self._process.poll() is None:
+            print("--- it was still running:")
             self._process.kill()
             self._process.wait()
         reap(marked(self.mark))
+        while self._read(0):
+            pass
+        print(self._result())
         self._selector.close()
         with suppress(OSError):
             os.close(self._ended)

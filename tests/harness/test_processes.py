@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import psutil
@@ -51,6 +52,12 @@ def test_output_and_exit_code() -> None:
 def test_much_output_on_both_streams_is_kept_whole() -> None:
     ended = run("-c", "import sys; sys.stdout.write('a' * 300_000); sys.stderr.write('b' * 300_000)").ok()
     assert (len(ended.out), len(ended.err)) == (300_000, 300_000)
+
+
+def test_a_child_that_is_closed_prints_what_it_has_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with start("-c", "import time\nprint('at the door', flush=True)\ntime.sleep(600)") as child:
+        child.wait_for("door")
+    assert re.search(r"(?s)still running:.*exit code -9\n--- stdout\nat the door\n", capsys.readouterr().out)
 
 
 def test_a_child_is_stopped_at_the_line_it_printed() -> None:
