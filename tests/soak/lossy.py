@@ -1,9 +1,9 @@
 """A network that loses, between the server of a service in this process and everybody who talks to it.
 
 The channels of server, workers and script are replaced by one that drops, doubles and delays messages, as a seed
-decides. Between script and workers it only delays them: nobody sends a run again to a worker that lives. Messages of
-one peer keep their order. Nobody sends again what is dropped; the supervisor says ``Serving``, as
-it does after a server's restart, and the peers have to know what of theirs is unanswered.
+decides. Between script and workers it drops none: nobody sends a run again to a worker that lives. Messages of one peer
+keep their order. Nobody sends again what is dropped; the supervisor says ``Serving``, as it does after a server's
+restart, and the peers have to know what of theirs is unanswered.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lossy:
     """What happens to the messages of one service. Nothing does before :meth:`begin`. Used by several threads."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
-        self.dropped = self.doubled = self.delayed = self.held_up = 0
+        self.dropped = self.doubled = self.delayed = self.repeated = self.held_up = 0
         self._random = random.Random(seed)
         self._faults = faults
         self._is_faulty = False
@@ -86,13 +86,19 @@ class Lossy:
                 return 1, self._random.uniform(0, _DELAY)
             return 1, 0.0
 
-    def delay(self) -> float:
-        """After how many seconds a message arrives that is neither lost nor doubled."""
+    def kept(self) -> tuple[int, float]:
+        """As :meth:`copies`, of a message that is not dropped."""
         with self._lock:
-            if not self._is_faulty or self._random.random() >= self._faults.delayed:
-                return 0.0
-            self.held_up += 1
-            return self._random.uniform(0, _DELAY)
+            chance, faults = self._random.random(), self._faults
+            if not self._is_faulty:
+                return 1, 0.0
+            if chance < faults.doubled:
+                self.repeated += 1
+                return 2, 0.0
+            if chance < faults.doubled + faults.delayed:
+                self.held_up += 1
+                return 1, self._random.uniform(0, _DELAY)
+            return 1, 0.0
 
 
 class _LossyChannel(Channel):
@@ -107,7 +113,7 @@ class _LossyChannel(Channel):
 
     def post(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
         # Nothing is late in memory.
-        copies = self.network.copies()[0] if self._is_server or peer == SERVER else 1
+        copies, _ = self.network.copies() if self._is_server or peer == SERVER else self.network.kept()
         return all(super(_LossyChannel, self).post(peer, parts) for _ in range(copies))
 
     def _poll(self, timeout: float) -> set[Any]:
@@ -120,8 +126,8 @@ class _LossyChannel(Channel):
         return received
 
     def _came(self, peer: bytes, parts: Sequence[Buffer]) -> None:
-        # A link between script and worker, or of two workers, neither loses nor doubles, but holds up.
-        copies, delay = self.network.copies() if self._is_server or peer == SERVER else (1, self.network.delay())
+        # A link between script and worker, or of two workers, does not lose.
+        copies, delay = self.network.copies() if self._is_server or peer == SERVER else self.network.kept()
         self._late.setdefault(peer, deque()).extend([(time.monotonic() + delay, parts)] * copies)
         self._pass_on()
 
