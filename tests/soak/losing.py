@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
-from tests.soak.lossy import Faults, lossy_service
+from tests.soak.lossy import WAYS, Faults, lossy_service
 
 import central_storage as cs
 
@@ -74,6 +74,8 @@ def train(rng: random.Random, updates: int, faults: Faults, on_updates: Callable
             if not (values == value).all():
                 wrong = np.flatnonzero(values != value)[:5]
                 found.append(f"{name} is {values[wrong]} at {wrong}, not {value:g}")
-        if faults.doubled and steps >= _ENOUGH and not (network.doubled and network.repeated):
-            found.append("no message of the server, or none of the script to a worker, was doubled: nothing was tried")
+        if steps >= _ENOUGH:
+            lost = {way: network.dropped[way] for way in WAYS if way != "past the server"}
+            for what, share, counts in (("lost", faults.dropped, lost), ("doubled", faults.doubled, network.doubled)):
+                found += [f"no message {way} was {what}" for way, count in counts.items() if share and not count]
     return found

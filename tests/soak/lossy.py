@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest import mock
 
 from central_storage.controller import session as controller_session
@@ -27,7 +27,11 @@ from cs_runtime.transport.channel import SERVER, Channel, Received
 from cs_server import service
 from cs_worker.session import session as worker_session
 
-__all__ = ["Faults", "Lossy", "lossy_service"]
+__all__ = ["WAYS", "Faults", "Lossy", "Way", "lossy_service"]
+
+#: Of a message: to the server, from it, or between the others.
+Way = Literal["to the server", "from the server", "past the server"]
+WAYS: tuple[Way, ...] = get_args(Way)
 
 _DELAY = 0.002
 # Between two looks whether a message was dropped, after which the supervisor says Serving, seconds.
@@ -47,7 +51,8 @@ class Lossy:
     """What happens to the messages of one service. Nothing does before :meth:`begin`. Used by several threads."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
-        self.dropped = self.doubled = self.delayed = self.repeated = self.held_up = 0
+        #: How many messages of each way were dropped, doubled and delayed.
+        self.dropped, self.doubled, self.delayed = (dict.fromkeys(WAYS, 0) for _ in range(3))
         self._random = random.Random(seed)
         self._faults = faults
         self._is_faulty = False
@@ -68,35 +73,22 @@ class Lossy:
             told, self._to_tell = self._to_tell, False
         return told
 
-    def copies(self) -> tuple[int, float]:
+    def copies(self, way: Way) -> tuple[int, float]:
         """How many copies of a message arrive, and after how many seconds."""
         with self._lock:
             chance, faults = self._random.random(), self._faults
+            dropped = faults.dropped if way != "past the server" else 0.0
             if not self._is_faulty:
                 return 1, 0.0
-            if chance < faults.dropped:
-                self.dropped += 1
+            if chance < dropped:
+                self.dropped[way] += 1
                 self._to_tell = True
                 return 0, 0.0
-            if chance < faults.dropped + faults.doubled:
-                self.doubled += 1
+            if chance < dropped + faults.doubled:
+                self.doubled[way] += 1
                 return 2, 0.0
-            if chance < faults.dropped + faults.doubled + faults.delayed:
-                self.delayed += 1
-                return 1, self._random.uniform(0, _DELAY)
-            return 1, 0.0
-
-    def kept(self) -> tuple[int, float]:
-        """As :meth:`copies`, of a message that is not dropped."""
-        with self._lock:
-            chance, faults = self._random.random(), self._faults
-            if not self._is_faulty:
-                return 1, 0.0
-            if chance < faults.doubled:
-                self.repeated += 1
-                return 2, 0.0
-            if chance < faults.doubled + faults.delayed:
-                self.held_up += 1
+            if chance < dropped + faults.doubled + faults.delayed:
+                self.delayed[way] += 1
                 return 1, self._random.uniform(0, _DELAY)
             return 1, 0.0
 
@@ -105,15 +97,14 @@ class _LossyChannel(Channel):
     """Loses messages to and of the server, by mailbox before they are posted, over ZeroMQ where they arrive."""
 
     network: Lossy
+    is_server = False
 
-    def __init__(self, supervisor: Any, wake: int, role: str, *arguments: Any, **options: Any) -> None:
-        super().__init__(supervisor, wake, role, *arguments, **options)
-        self._is_server = role == "server"
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._late: dict[bytes, deque[tuple[float, Sequence[Buffer]]]] = {}
 
     def post(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
-        # Nothing is late in memory.
-        copies, _ = self.network.copies() if self._is_server or peer == SERVER else self.network.kept()
+        copies, _ = self.network.copies(self._way(peer, is_sent=True))  # nothing is late in memory
         return all(super(_LossyChannel, self).post(peer, parts) for _ in range(copies))
 
     def _poll(self, timeout: float) -> set[Any]:
@@ -126,10 +117,14 @@ class _LossyChannel(Channel):
         return received
 
     def _came(self, peer: bytes, parts: Sequence[Buffer]) -> None:
-        # A link between script and worker, or of two workers, does not lose.
-        copies, delay = self.network.copies() if self._is_server or peer == SERVER else self.network.kept()
+        copies, delay = self.network.copies(self._way(peer, is_sent=False))
         self._late.setdefault(peer, deque()).extend([(time.monotonic() + delay, parts)] * copies)
         self._pass_on()
+
+    def _way(self, peer: bytes, *, is_sent: bool) -> Way:
+        if self.is_server or peer == SERVER:
+            return "from the server" if self.is_server == is_sent else "to the server"
+        return "past the server"
 
     def _pass_on(self) -> bool:
         """Whether a message was late and comes now: one, since what it says may change how the next one is counted."""
@@ -148,6 +143,9 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Los
 
     class LossyChannel(_LossyChannel):
         network = made
+
+    class ServersChannel(LossyChannel):
+        is_server = True
 
     class Telling(Service):
         """A supervisor that says Serving again whenever a message was dropped."""
@@ -168,7 +166,7 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Los
     with ExitStack() as patches:
         for module, name, replacement in (
             (threads, "Service", Telling),
-            (service, "Channel", LossyChannel),
+            (service, "Channel", ServersChannel),
             (worker_session, "Channel", LossyChannel),
             (controller_session, "Channel", LossyChannel),
         ):
