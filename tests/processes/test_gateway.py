@@ -350,6 +350,13 @@ def test_a_training_that_listens_is_seen_from_elsewhere(launched: tuple[Training
     assert listening(training.child) == {address}
 
 
+def test_a_message_that_is_refused_is_shown(launched: tuple[Training, str], keys: str) -> None:
+    training, address = launched
+    with peer(address, lambda made: protect_client(made, ObserverKeys.read(keys))) as (made, _):
+        made.send_multipart([b"nonsense"])
+        training.child.wait_for(r"\[gateway\] .* refused a message of observer: ", stream="err")
+
+
 def test_the_server_and_the_gateway_may_die(launched: tuple[Training, str], keys: str) -> None:
     training, address = launched
     with cs.connect(address, unit(60), keys=keys) as observer:

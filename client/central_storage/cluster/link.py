@@ -35,6 +35,7 @@ from cs_proto.errors import (
 from cs_proto.failures import error_of, text_of
 from cs_proto.messages import PROTOCOL, SESSION_NBYTES, CloseLink, Envelope, Error, LinkOpened, OpenLink, Refused
 from cs_proto.records import Buffer, Record
+from cs_runtime.logs import Complaints
 from cs_runtime.transport.curve import WorkerKeys, check_endpoint, protect_client
 from cs_runtime.transport.multipart import receive
 
@@ -44,6 +45,7 @@ from .sockets import has_input
 __all__ = ["Item", "Link", "Links", "Outcome", "WorkerLink"]
 
 _log = logging.getLogger("central_storage.cluster")
+_complaints = Complaints(_log)
 
 #: What becomes of a message: it is on its way, its peer has not taken earlier ones, or its peer is not connected.
 Outcome = Literal["sent", "full", "gone"]
@@ -394,7 +396,7 @@ class Links:
             else:
                 raise PeerProtocolError(f"an outpost does not send a {type(record).__name__} to a gateway")
         except CentralStorageError as error:
-            _log.warning("refused a message of %s: %s", role, error)
+            _complaints.warn(role, "refused a message of %s: %s", role, error)
             if link is not None and link.identity == identity:
                 link.close(error)
             else:

@@ -10,7 +10,7 @@ import socket
 
 from central_storage.ctl.reading import Looker, Reading
 from central_storage.ctl.services import Entry
-from central_storage.diagnostics.logging_setup import dump_stacks_on_signal
+from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from central_storage.launch.exporter import read_token
 from central_storage.launch.service_file import ServiceFile
 
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--token-file", required=True)
     parser.add_argument("--descriptor", type=int, required=True)
     options = parser.parse_args(arguments)
+    configure_logging("exporter")
     dump_stacks_on_signal()
     listener = socket.socket(fileno=options.descriptor)
     token = read_token(options.token_file)

@@ -7,7 +7,7 @@ import os
 import socket
 
 from central_storage.cluster.passage import Passages
-from central_storage.diagnostics.logging_setup import dump_stacks_on_signal
+from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_runtime import heap, open_files
 from cs_runtime.transport.curve import ServiceKeys
 
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--return-timeout", type=float, default=60.0)
     parser.add_argument("--workers", action="store_true", help="the service has workers on other machines")
     options = parser.parse_args(arguments)
+    configure_logging("gateway")
     dump_stacks_on_signal()
     keys = ServiceKeys.read(options.keys)
     open_files.raise_limit()

@@ -27,12 +27,14 @@ from cs_proto.codec import LIMITS, decode, encode
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.records import Buffer, Record, replace
+from cs_runtime.logs import Complaints
 from cs_runtime.transport.curve import WORKER_ROLES, ServiceKeys, ZapHandler, protect_server
 from cs_runtime.transport.multipart import receive
 
 __all__ = ["Relay"]
 
 _log = logging.getLogger("central_storage.gateway")
+_complaints = Complaints(_log)
 
 _QUESTIONS = (messages.Hello, messages.Get, messages.Statistics, messages.Goodbye)
 # A peer that has made no handshake after this time, in milliseconds, is disconnected.
@@ -167,7 +169,7 @@ class Relay:
                 raise PeerProtocolError(f"an observer may only ask, and {type(record).__name__} is no question")
             self._forward(identity, record)
         except CentralStorageError as error:
-            _log.warning("refused a message of %r: %s", identity, error)
+            _complaints.warn(identity, "refused a message of %s: %s", role, error)
             self._send(identity, encode(messages.Refused(0, error_of(error))))
 
     def _forward(self, identity: bytes, record: Record) -> None:

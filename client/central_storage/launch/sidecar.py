@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
@@ -25,6 +25,7 @@ from cs_proto.frozen import frozen
 from .plan import Command
 from .supervisor.children import Child
 from .supervisor.loop import Loop, Timer
+from .supervisor.output import Shown
 from .supervisor.restarts import WORKED_SECONDS, Restarts
 
 __all__ = ["Beside", "Kept", "Sidecar", "Sidecars", "listen"]
@@ -49,8 +50,8 @@ class Kept(Protocol):
 class Beside(Protocol):
     """What is to be kept running beside the service."""
 
-    def kept(self, loop: Loop, say: Callable[[str], None]) -> Kept:
-        """The process, watched by ``loop``; ``say`` prints a line of the supervisor."""
+    def kept(self, loop: Loop, service: Shown) -> Kept:
+        """The process, watched by ``loop``."""
 
 
 @frozen
@@ -65,17 +66,17 @@ class Sidecar:
     #: Its socket, which listens.
     listener: socket.socket
 
-    def kept(self, loop: Loop, say: Callable[[str], None]) -> Kept:
+    def kept(self, loop: Loop, service: Shown) -> Kept:
         """The process, which is started again if it dies."""
-        return _Kept(loop, say, self)
+        return _Kept(loop, service, self)
 
 
 class Sidecars:
     """Keeps some running. Use it in a ``with`` block, outside of that of the service's end."""
 
-    def __init__(self, loop: Loop, say: Callable[[str], None], sidecars: Iterable[Beside]) -> None:
-        """Starts nothing yet. ``say`` prints a line of the supervisor."""
-        self._kept = [sidecar.kept(loop, say) for sidecar in sidecars]
+    def __init__(self, loop: Loop, service: Shown, sidecars: Iterable[Beside]) -> None:
+        """Starts nothing yet."""
+        self._kept = [sidecar.kept(loop, service) for sidecar in sidecars]
 
     @property
     def living_pids(self) -> set[int]:
@@ -101,9 +102,9 @@ class Sidecars:
 class _Kept:
     """Keeps one running."""
 
-    def __init__(self, loop: Loop, say: Callable[[str], None], sidecar: Sidecar) -> None:
+    def __init__(self, loop: Loop, service: Shown, sidecar: Sidecar) -> None:
         self._loop = loop
-        self._say = say
+        self._service = service
         self._sidecar = sidecar
         self._child: Child | None = None
         self._started = 0.0
@@ -121,7 +122,7 @@ class _Kept:
             self._child = Child(
                 self._loop,
                 sidecar.command,
-                on_lines=lambda *_: None,
+                on_lines=lambda _, stream, lines: self._service.show(sidecar.name, stream, lines),
                 on_end=self._ended,
                 descriptors=(sidecar.listener.fileno(),),
             )
@@ -148,7 +149,7 @@ class _Kept:
     def _start_again(self, why: str) -> None:
         has_worked = time.monotonic() - self._started >= WORKED_SECONDS
         pause = self._restarts.next(self._sidecar.name, has_worked=has_worked) or 0.0
-        self._say(f"{why}; {self._sidecar.missing} until another one works" + f", in {pause:g} s" * (pause > 0))
+        self._service.say(f"{why}; {self._sidecar.missing} until another one works" + f", in {pause:g} s" * (pause > 0))
         self._timer = self._loop.call_later(pause, self.start)
 
 
