@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             loop, sink = Loop(), OwnerSink()
             beside, listen = _from_elsewhere(elsewhere, options, run_directory.path, undo) if elsewhere else ([], "")
             service = _service(loop, sink, run_directory.path, options, listen)
-            with Sidecars(loop, service, beside) as sidecars:
+            with Sidecars(loop, service.say, beside) as sidecars:
                 _serve(loop, service, sink, owner, options.owner_pid, sidecars)
     except CentralStorageError as error:  # there is not even a supervisor to say why
         reason = Error(code_of(type(error)), str(error), None, "", -1, 0, "")

@@ -151,7 +151,7 @@ class _Foreground:
             mailboxes=mailboxes,
             choose=self._choose if choose is not None else None,
         )
-        self._sidecars = Sidecars(self._loop, self._service, sidecars)
+        self._sidecars = Sidecars(self._loop, self._service.say, sidecars)
         self._plan = plan
         self._plan_for = choose
         self._command = script

@@ -29,7 +29,6 @@ from .placement import Request
 from .plan import Command
 from .supervisor.children import Child
 from .supervisor.loop import Loop, Timer
-from .supervisor.output import Shown
 from .supervisor.restarts import WORKED_SECONDS, Restarts
 
 __all__ = ["Placed", "Placer", "environment_of"]
@@ -78,7 +77,7 @@ class Placer:
     placer = Placer(request, keys)
     placed = placer.place()  # raises what Ray refuses
     placer.listens_at("tcp://192.0.2.7:40123")
-    placer.kept(loop, service).start()
+    placer.kept(loop, print).start()
     """
 
     def __init__(self, request: Request, keys: str) -> None:
@@ -135,14 +134,14 @@ class Placer:
         """Say where the service listens for its workers."""
         self._endpoint = endpoint
 
-    def kept(self, loop: Loop, service: Shown) -> Self:
-        """This, watched by ``loop`` from now on."""
+    def kept(self, loop: Loop, say: Callable[[str], None]) -> Self:
+        """This, watched by ``loop`` from now on; ``say`` prints its lines."""
         if self._child is not None:
             self._child.move(loop)
         if self._link is not None:
             self._loop.forget(self._link.fileno())
             loop.on_readable(self._link.fileno(), self._read)
-        self._loop, self._say = loop, service.say
+        self._loop, self._say = loop, say
         return self
 
     def start(self) -> None:

@@ -25,12 +25,17 @@ from cs_proto.frozen import frozen
 from .plan import Command
 from .supervisor.children import Child
 from .supervisor.loop import Loop, Timer
-from .supervisor.output import Shown
 from .supervisor.restarts import WORKED_SECONDS, Restarts
 
-__all__ = ["Beside", "Kept", "Sidecar", "Sidecars", "listen"]
+__all__ = ["Beside", "Kept", "Say", "Sidecar", "Sidecars", "listen"]
 
 _WAITING_CONNECTIONS = 64
+
+
+class Say(Protocol):
+    """Prints lines of the supervisor, or of the process with a label."""
+
+    def __call__(self, text: str, label: str = ...) -> None: ...
 
 
 class Kept(Protocol):
@@ -50,8 +55,8 @@ class Kept(Protocol):
 class Beside(Protocol):
     """What is to be kept running beside the service."""
 
-    def kept(self, loop: Loop, service: Shown) -> Kept:
-        """The process, watched by ``loop``."""
+    def kept(self, loop: Loop, say: Say) -> Kept:
+        """The process, watched by ``loop``; ``say`` prints a line of the supervisor."""
 
 
 @frozen
@@ -66,17 +71,17 @@ class Sidecar:
     #: Its socket, which listens.
     listener: socket.socket
 
-    def kept(self, loop: Loop, service: Shown) -> Kept:
+    def kept(self, loop: Loop, say: Say) -> Kept:
         """The process, which is started again if it dies."""
-        return _Kept(loop, service, self)
+        return _Kept(loop, say, self)
 
 
 class Sidecars:
     """Keeps some running. Use it in a ``with`` block, outside of that of the service's end."""
 
-    def __init__(self, loop: Loop, service: Shown, sidecars: Iterable[Beside]) -> None:
-        """Starts nothing yet."""
-        self._kept = [sidecar.kept(loop, service) for sidecar in sidecars]
+    def __init__(self, loop: Loop, say: Say, sidecars: Iterable[Beside]) -> None:
+        """Starts nothing yet. ``say`` prints a line of the supervisor."""
+        self._kept = [sidecar.kept(loop, say) for sidecar in sidecars]
 
     @property
     def living_pids(self) -> set[int]:
@@ -102,9 +107,9 @@ class Sidecars:
 class _Kept:
     """Keeps one running."""
 
-    def __init__(self, loop: Loop, service: Shown, sidecar: Sidecar) -> None:
+    def __init__(self, loop: Loop, say: Say, sidecar: Sidecar) -> None:
         self._loop = loop
-        self._service = service
+        self._say = say
         self._sidecar = sidecar
         self._child: Child | None = None
         self._started = 0.0
@@ -122,7 +127,7 @@ class _Kept:
             self._child = Child(
                 self._loop,
                 sidecar.command,
-                on_lines=lambda _, stream, lines: self._service.show(sidecar.name, stream, lines),
+                on_lines=lambda _, stream, lines: self._say("\n".join(lines), sidecar.name),
                 on_end=self._ended,
                 descriptors=(sidecar.listener.fileno(),),
             )
@@ -149,7 +154,7 @@ class _Kept:
     def _start_again(self, why: str) -> None:
         has_worked = time.monotonic() - self._started >= WORKED_SECONDS
         pause = self._restarts.next(self._sidecar.name, has_worked=has_worked) or 0.0
-        self._service.say(f"{why}; {self._sidecar.missing} until another one works" + f", in {pause:g} s" * (pause > 0))
+        self._say(f"{why}; {self._sidecar.missing} until another one works" + f", in {pause:g} s" * (pause > 0))
         self._timer = self._loop.call_later(pause, self.start)
 
 

@@ -52,16 +52,6 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
         assert kept.living_pids == set()
 
 
-class Shown:
-    """A service that keeps what is shown."""
-
-    def __init__(self, said: list[str]) -> None:
-        self.say = said.append
-
-    def show(self, label: str, stream: str, lines: list[str]) -> None:
-        raise AssertionError(f"a placer's own lines are not shown: {lines}")
-
-
 def turn_until(loop: Loop, is_so: Callable[[], bool]) -> None:
     while not is_so():
         loop.turn(1.0)
@@ -79,7 +69,7 @@ def test_the_workers_are_placed_then_told_where_to_join(made: Make) -> None:
     assert kept.place() == PLACED
     assert said == ["waiting"]
     kept.listens_at("tcp://192.0.2.7:40123")
-    kept.kept(loop, Shown(said)).start()
+    kept.kept(loop, said.append).start()
     turn_until(loop, lambda: len(said) > 1)
     assert said[1] == '{"endpoint": "tcp://192.0.2.7:40123"}\n'
     [pid] = kept.living_pids
@@ -132,7 +122,7 @@ def test_one_that_dies_later_is_started_again_and_told_the_same(
     kept, loop, said = made("tell(**placed); tell(say=lines.readline()); lines.readline()")
     kept.place()
     kept.listens_at("tcp://192.0.2.7:40123")
-    kept.kept(loop, Shown(said)).start()
+    kept.kept(loop, said.append).start()
     turn_until(loop, lambda: len(said) == 1)
     [pid] = kept.living_pids
     os.kill(pid, signal.SIGKILL)
@@ -166,7 +156,7 @@ def test_one_that_ends_as_soon_as_it_has_placed_is_started_again(
     assert kept.place() == PLACED
     assert kept.living_pids == set()
     kept.listens_at("tcp://192.0.2.7:40123")
-    kept.kept(loop, Shown(said)).start()
+    kept.kept(loop, said.append).start()
     turn_until(loop, lambda: len(said) == 2)
     assert said[0].endswith("ended by exit code 0; its workers are gone, and another placer starts in 1 s")
     assert said[1] == '{"endpoint": "tcp://192.0.2.7:40123"}\n'
@@ -184,7 +174,7 @@ def test_a_later_refusal_is_said_and_tried_again(made: Make, tmp_path: Path) -> 
         """
     )
     kept.place()
-    kept.kept(loop, Shown(said)).start()
+    kept.kept(loop, said.append).start()
     turn_until(loop, lambda: len(said) == 2)
     assert said[0].endswith("ended by exit code 0; its workers are gone, and another placer starts in 1 s")
     assert said[1].startswith("Ray has no places; its workers are gone, and another placer starts in ")

@@ -66,7 +66,7 @@ def serve(
         run_file=run_file,
         mailboxes=mailboxes,
     )
-    beside = Sidecars(loop, service, sidecars)
+    beside = Sidecars(loop, service.say, sidecars)
     told: list[int] = []
 
     def signalled(number: int) -> None:

@@ -275,15 +275,14 @@ class Service:
         self._state = "stopping"
         self._end_children(grace)
 
-    def say(self, text: str) -> None:
-        """Print one or more lines of the supervisor itself, whatever peers have called themselves and their deaths."""
-        self._reporter.note(printable(text))
-        self.show("supervisor", "stderr", printable(text, lines=True).split("\n"))
-
-    def show(self, label: str, stream: Stream, lines: list[str]) -> None:
-        """Print lines of a process behind its label."""
-        self._reporter.add(label, stream, lines)
-        self._screen.write(stream, label, lines)
+    def say(self, text: str, label: str = "supervisor") -> None:
+        """Print one or more lines of the supervisor itself, whatever peers have called themselves and their deaths; or
+        of a process beside the service, behind its label."""
+        lines = printable(text, lines=True).split("\n")
+        if label == "supervisor":
+            self._reporter.note(printable(text))
+        self._reporter.add(label, "stderr", lines)
+        self._screen.write("stderr", label, lines)
 
     def close(self) -> None:
         """Clean up after the last process: end leftovers, send the last records, close everything. Idempotent."""
@@ -303,7 +302,8 @@ class Service:
             return
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
-        self.show(child.command.label, stream, lines)
+        self._reporter.add(child.command.label, stream, lines)
+        self._screen.write(stream, child.command.label, lines)
         if self._screen.full and not child.asked:
             self._children.listen(False)
 

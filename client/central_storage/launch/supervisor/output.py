@@ -21,7 +21,7 @@ from cs_proto.printable import printable
 
 from .loop import Loop
 
-__all__ = ["KEPT_NBYTES", "Console", "Lines", "LogFiles", "Screen", "Shown", "Sink", "Stream", "Tail"]
+__all__ = ["KEPT_NBYTES", "Console", "Lines", "LogFiles", "Screen", "Sink", "Stream", "Tail"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -218,16 +218,6 @@ class Console:
             self._loop.on_writable(self._descriptors[stream], None)
         if was_full and not self.full:
             self.on_room()
-
-
-class Shown(Protocol):
-    """The service, as what shows lines."""
-
-    def say(self, text: str) -> None:
-        """Print a line of the supervisor."""
-
-    def show(self, label: str, stream: Stream, lines: list[str]) -> None:
-        """Print lines of a process behind its label."""
 
 
 class Screen:
