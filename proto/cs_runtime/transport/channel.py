@@ -46,7 +46,7 @@ _LONGEST_SLEEP = 1.0
 # thread, the ROUTER is not heard for so many seconds: what they send without end stays in their own memory, and the
 # processors are left to those that compute.
 _GUESTS = 0.2e-3
-_REST = 2e-3
+_REST = 1e-3
 # With ``messages_first``, at most this many messages are received before a notice of the supervisor that arrived with
 # them.
 _BATCH = 64
