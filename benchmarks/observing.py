@@ -60,7 +60,8 @@ class Training:
         self.strategy = strategy
         factor = np.full((128, 128), 1e-3, np.float32)
         with strategy.scope():
-            weights, optimizer = cs.Variable(np.zeros((128, 128), np.float32)), cs.optimizers.SGD(1e-3)
+            weights = cs.Variable(np.zeros((128, 128), np.float32), name="w")
+            optimizer = cs.optimizers.SGD(1e-3)
 
         @cs.function
         def step(products: int) -> None:

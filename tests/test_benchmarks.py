@@ -369,6 +369,36 @@ def test_the_cost_of_observers_is_measured(benchmark: Any) -> None:
     assert len([line for line in lines if line.startswith("  a step of 1 ms, ")]) == len(rows) - 1
 
 
+def test_floods_are_shown_beside_their_goals(benchmark: Any) -> None:
+    import floods
+
+    quiet = floods.Turns([[1e-3] * 100, [1e-3] * 100])
+    flooded = floods.Turns([[2e-3] * 100, [4e-3] * 100], [(0.1, 0.25, 0.01), (0.3, 0.35, 0.01)])
+    found = {"nobody": quiet, "unread": flooded}
+    assert list(floods.lines(found)) == [
+        "| nobody | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 … 1.00 |  |  |  |",
+        "| unread | 3.00 | 3.00 | 4.00 | 3.00 | 3.00 | 2.50 … 3.50 | 20 | 30 | 1 |",
+    ]
+    assert floods.verdict("unread", found)["is_met"] is False
+    found["unread"].turns[1] = [1e-3] * 100
+    goal = floods.verdict("unread", found)
+    assert (goal["work"], goal["reached"], goal["is_met"]) == ("p99 of a step, unread", 1.5, True)
+
+
+@pytest.mark.slow  # a training beside floods
+@pytest.mark.timeout(unit(180))
+def test_steps_beside_floods_are_measured(benchmark: Any) -> None:
+    import floods
+
+    command = (sys.executable, ROOT / "benchmarks" / "floods.py", "--quick")
+    lines = run(*command, timeout=unit(150)).ok().lines
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
+    names = [[kind, f"{kind}: control"] if kind != "computes" else [kind] for kind in floods.FLOODS]
+    assert [row[0] for row in rows] == [each for kind in names for each in ("nobody", *kind)]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:6])
+    assert len([line for line in lines if line.startswith("  p99 of a step, ")]) == len(floods.FLOODS) - 1
+
+
 def test_growth_has_goals(benchmark: Any) -> None:
     import scaling
 

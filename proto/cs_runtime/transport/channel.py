@@ -42,9 +42,10 @@ _UNHEARD = 100
 # The longest sleep, in seconds, of a process that has mailboxes or peers that wait for admission: a doorbell could be
 # missed.
 _LONGEST_SLEEP = 1.0
-# After so many messages over the ROUTER that were dropped, the ROUTER is not heard for so many seconds: a peer that
-# sends nonsense without end keeps it in its own memory, and leaves the processors to those that compute.
-_DROPPED = 32
+# Guests are strangers, observers, and whoever sends what is no record. When they have taken so many seconds of this
+# thread, the ROUTER is not heard for so many seconds: what they send without end stays in their own memory, and the
+# processors are left to those that compute.
+_GUESTS = 0.2e-3
 _REST = 1e-3
 # With ``messages_first``, at most this many messages are received before a notice of the supervisor that arrived with
 # them.
@@ -135,8 +136,10 @@ class Channel:
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._supervisor_speaks, self._before_supervisor = False, 0
         self._next_look = 0.0
-        # How many messages over the ROUTER were dropped, and until when it is not heard; infinite: it is.
-        self._dropped, self._rests_until = 0, math.inf
+        # Seconds that guests have taken since the ROUTER rested, and until when it rests; infinite: it is heard.
+        self._taken, self._rests_until = 0.0, math.inf
+        # When the last message of the ROUTER was fetched, and whether its owner carries it out for an observer.
+        self._fetched_at, self._is_guests = 0.0, False
         # The time of the next admission of peers; infinite before :meth:`admit`.
         self._next_admission = math.inf
 
@@ -274,6 +277,8 @@ class Channel:
         Mail from the peer ``quiet`` does not end the wait, since its owner cannot act on it before other peers have
         sent something. Raises ShutdownError if the supervisor has gone.
         """
+        if self._is_guests:
+            self._charge()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             if time.monotonic() < self._next_look and (received := self._at_hand()) is not None:
@@ -350,6 +355,8 @@ class Channel:
     def _fetch(self, socket: zmq.Socket[bytes]) -> None:
         """Read the next message of a socket. :attr:`mailboxes` keeps its order with the mail of the same sender."""
         is_router = socket is self._router
+        if is_router:
+            self._fetched_at = time.monotonic()
         peer, limits = (SERVER, self._router_limits) if is_router else self._peers[socket]
         try:
             frames = receive(socket, limits, zmq.NOBLOCK, is_routed=is_router)
@@ -366,6 +373,7 @@ class Channel:
                 self._note_stranger()
                 return
             peer = known
+            self._is_guests = self._supervisor.peers[peer].role == "observer"
         header = [frame.bytes for frame in frames[:1]]
         self._came(peer, [*header, *(frame.buffer for frame in frames[1:])])
 
@@ -375,14 +383,16 @@ class Channel:
         self._strangers += 1
         if self._strangers & (self._strangers - 1) == 0:
             _log.warning("dropped messages of processes that the supervisor has not introduced: %d", self._strangers)
-        self._note_dropped()
+        self._charge()
 
-    def _note_dropped(self) -> None:
-        """A message over the ROUTER was none. The ROUTER rests if there were many."""
-        self._dropped += 1
-        if self._dropped % _DROPPED == 0 and self._rests_until == math.inf:
+    def _charge(self) -> None:
+        """A guest has taken the time since its message was fetched. The ROUTER rests if guests have taken long."""
+        self._is_guests = False
+        now = time.monotonic()
+        self._taken += now - self._fetched_at
+        if self._taken >= _GUESTS and self._rests_until == math.inf:
             assert self._router is not None
-            self._rests_until = time.monotonic() + _REST
+            self._taken, self._rests_until = 0.0, now + _REST
             self._poller.unregister_socket(self._router)
             if self._router in self._ready:
                 self._ready.remove(self._router)
@@ -400,7 +410,7 @@ class Channel:
         record = self._read(peer, parts)
         if record is None:
             if self._router is not None and peer not in self._dealers:
-                self._note_dropped()
+                self._charge()
             return None
         if isinstance(record, messages.MailboxAccepted) and peer in self._dealers:
             self.mailboxes.taken(peer, record)

@@ -149,33 +149,98 @@ def test_nobody_is_heard_before_the_supervisor_has_introduced_it(make: Make, cap
     assert world.hear()[:2] == (b"c2", record(50))
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_nonsense_without_end_leaves_time_for_others(
-    make: Make, monkeypatch: pytest.MonkeyPatch, is_known: bool
+class Clock:
+    """The time of a channel, which goes on only as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(channel, "time", made)
+    return made
+
+
+class Sends:
+    """Messages that a ROUTER receives without end, as far as it listens, before those that really came. It takes a
+    tenth of the time of guests to fetch each of them."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.came: list[list[bytes]] = []
+        self._clock = clock
+        self._real = channel.receive
+        monkeypatch.setattr(channel, "receive", self._receive)
+
+    def _receive(self, *arguments: Any, **options: Any) -> list[zmq.Frame]:
+        if not self.came:
+            return self._real(*arguments, **options)
+        self._clock.now += channel._GUESTS / 10
+        return [zmq.Frame(part) for part in self.came.pop()]
+
+
+@pytest.mark.parametrize("message", [[b"a stranger", *parts(9)], [b"o2", b"nonsense"], [b"w0.1", b"nonsense"]])
+def test_what_is_dropped_takes_a_bounded_part_of_the_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch, clock: Clock, message: list[bytes]
 ) -> None:
-    monkeypatch.setattr(channel, "_DROPPED", 3)
-    monkeypatch.setattr(channel, "_REST", 3600.0)
     world = make()
     friend = world.let_in(b"c1")
-    came = [[b"c1" if is_known else b"a stranger", b"nonsense"]] * 5
-    real = channel.receive
-
-    def receive(*arguments: Any, **options: Any) -> list[zmq.Frame]:
-        return [zmq.Frame(part) for part in came.pop()] if came else real(*arguments, **options)
-
-    monkeypatch.setattr(channel, "receive", receive)
+    world.peer(b"o2"), world.peer(b"w0.1")
+    sends = Sends(clock, monkeypatch)
+    sends.came = [message] * 15
     friend.send_multipart(parts(1))
     world.until_there()
-    assert world.channel.receive(0.0) is None  # the socket rests, after three of them
-    assert len(came) == 2
+    assert world.channel.receive(0.0) is None  # the ROUTER rests
+    assert (left := len(sends.came)) in (4, 5)
     world.tell(DIED)
     assert world.hear()[:2] == (SUPERVISOR, DIED)  # and nothing else does
-    assert len(came) == 2
-    world.channel._rests_until = 0.0
+    clock.now += 0.9 * channel._REST
+    assert world.channel.receive(0.0) is None
+    assert len(sends.came) == left
+    clock.now += 0.2 * channel._REST
     assert world.hear()[:2] == (b"c1", record(1))
-    assert not came
-    friend.send_multipart(parts(2))
-    assert world.hear()[:2] == (b"c1", record(2))
+    assert not sends.came
+
+
+def test_what_is_done_for_observers_takes_a_bounded_part_of_the_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    world = make()
+    friend, _ = world.let_in(b"c1"), world.let_in(b"o2")
+    sends = Sends(clock, monkeypatch)
+    sends.came = [[b"o2", *parts(9)] for _ in range(6)]
+    friend.send_multipart(parts(1))
+    world.until_there()
+    for _ in range(3):
+        assert world.hear()[:2] == (b"o2", record(9))
+        clock.now += 0.3 * channel._GUESTS  # its owner answers
+    assert world.channel.receive(0.0) is None
+    assert len(sends.came) == 3
+    clock.now += 1.1 * channel._REST
+    assert world.hear()[:2] == (b"o2", record(9))
+
+
+def test_the_messages_of_a_training_are_not_counted(make: Make, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    world = make()
+    friend = world.let_in(b"c1")
+    world.let_in(b"w0.1"), world.let_in(b"o2")
+    sends = Sends(clock, monkeypatch)
+    sends.came = [[b"c1", *parts(3)], [b"w0.1", *parts(4)]] * 20 + [[b"o2", *parts(9)]]
+    friend.send_multipart(parts(1))
+    world.until_there()
+    assert world.hear()[:2] == (b"o2", record(9))
+    while sends.came:  # none of them waits
+        received = world.channel.receive(0.0)
+        assert received is not None
+        assert received.peer in (b"c1", b"w0.1")
+        clock.now += channel._GUESTS
+    received = world.channel.receive(0.0)
+    assert received is not None
+    assert received[:2] == (b"c1", record(1))
 
 
 def test_a_peer_is_called_what_the_supervisor_says_and_not_what_it_says(make: Make) -> None:
