@@ -26,7 +26,7 @@ from central_storage.variables.variable import Variable
 from cs_proto.arrays import dtype_name
 
 from . import disk
-from .file_format import Stored
+from .stored import Stored
 from .writing import Readable
 
 __all__ = [

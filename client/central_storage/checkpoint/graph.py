@@ -1,8 +1,9 @@
 """Checkpoints: the arrays in a nest of objects, their names in the file, and how they are restored.
 
-One file is one checkpoint; ``file_format`` writes and reads it. The name of an array is the path that leads to it from
-the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``. The central
-value is saved, so a file depends on neither replicas nor devices. ``train`` and ``strategy`` use this module.
+One file is one checkpoint; ``writing`` writes it, and ``stored`` reads it. The name of an array is the path that leads
+to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
+The central value is saved, so a file depends on neither replicas nor devices. ``train`` and ``strategy`` use this
+module.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from cs_proto.errors import (
     InvalidArgumentError,
 )
 
+from .disk import SUFFIX
 from .entries import (
     TOGETHER_NBYTES,
     Entries,
@@ -55,9 +57,9 @@ from .entries import (
     of_sum,
     read_together,
 )
-from .file_format import SUFFIX, Stored, reading
 from .renaming import with_names
 from .status import Status, difference
+from .stored import Stored, reading
 from .writing import Readable, add, replace
 
 __all__ = [

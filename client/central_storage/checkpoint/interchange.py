@@ -23,8 +23,9 @@ from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgu
 from cs_proto.frozen import frozen
 
 from . import disk
-from .file_format import Stored, plain_header, reading, reading_plain
+from .file_format import plain_header
 from .graph import find_file, find_unnumbered
+from .stored import Stored, reading, reading_plain
 from .writing import explained, open_draft, replace
 
 __all__ = ["export_checkpoint", "import_checkpoint"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from central_storage.checkpoint.file_format import reading
 from central_storage.checkpoint.listing import contents
+from central_storage.checkpoint.stored import reading
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint
 from central_storage.variables.variable import Variable

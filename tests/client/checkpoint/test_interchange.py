@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from central_storage.checkpoint import disk, interchange
-from central_storage.checkpoint.file_format import reading
+from central_storage.checkpoint.stored import reading
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint, import_checkpoint
 from central_storage.variables.variable import Variable

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from central_storage.checkpoint import disk, entries, file_format
+from central_storage.checkpoint import disk, entries, stored
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint
 from central_storage.variables.variable import Variable
@@ -82,15 +82,15 @@ def test_every_shape_in_pieces(
 def test_a_piece_that_changes_after_the_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "PART", 64)
     path = Path(Checkpoint(w=Variable(np.arange(100.0))).write(tmp_path / "x"))
-    verify = file_format.Stored.verify
+    verify = stored.Stored.verify
 
-    def damage(stored: file_format.Stored) -> None:
-        verify(stored)
+    def damage(opened: stored.Stored) -> None:
+        verify(opened)
         with path.open("r+b") as file:
             file.seek(-1, 2)
             file.write(b"\xff")
 
-    monkeypatch.setattr(file_format.Stored, "verify", damage)
+    monkeypatch.setattr(stored.Stored, "verify", damage)
     w = Variable(np.zeros(100))
     with pytest.raises(CheckpointDamagedError, match="changed while it was being read"):
         Checkpoint(w=w).read(path)
