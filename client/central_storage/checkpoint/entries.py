@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from central_storage.core.backends import Column, Strategy
+from central_storage.core.backends import Column, ReadRows, Strategy
 from central_storage.core.handles import handle_id
 from central_storage.core.values import IndexedSlices
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
@@ -71,8 +71,8 @@ class Entry:
     owner: Strategy | None = None
     #: Of the count of updates of a variable: whose, of which. Counts are set together.
     counted: tuple[Optimizer, Variable] | None = None
-    #: As :attr:`writing.Readable.read_rows`.
-    read_rows: Callable[[int, int], Any] | None = None
+    #: As :attr:`writing.Readable.read_rows`. Those of a service get it from :func:`read_together`.
+    read_rows: ReadRows | None = None
     #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
     write_rows: Callable[[int, np.ndarray], object] | None = None
 
@@ -158,29 +158,40 @@ def of_variable(variable: Variable) -> Entry:
     else:
         column = Column(0, "", dtype_name(variable.dtype), [variable.number], [variable.shape])
         entry = Entry(variable.dtype, variable.shape, _together, _together, column=column, owner=owner)
-    if variable.shape and math.prod(variable.shape) * variable.dtype.itemsize > disk.PART:
+    if _is_large(entry):
 
         def write_rows(first: int, rows: np.ndarray) -> None:
             variable.scatter_update(IndexedSlices(rows, np.arange(first, first + len(rows))))
 
-        entry.read_rows = lambda begin, end: variable.sparse_read(np.arange(begin, end))
+        if owner is None:
+            entry.read_rows = lambda begin, end: variable.sparse_read(np.arange(begin, end))
         entry.write_rows = write_rows
     return entry
+
+
+def _is_large(entry: Entry) -> bool:
+    """Whether it is read and set in pieces of rows."""
+    return bool(entry.shape) and math.prod(entry.shape) * entry.dtype.itemsize > disk.PART
 
 
 def of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> Entry:
     shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
     if (owner := optimizer.strategy) is not None and owner is variable.strategy:
         column = Column(handle_id(optimizer)[1], slot, dtype_name(variable.dtype), [variable.number], [shape])
-        return Entry(variable.dtype, shape, _together, _together, column=column, owner=owner)
-
-    def read() -> np.ndarray:
-        return optimizer.slot_value(variable, slot)
-
-    def write(value: np.ndarray) -> None:
-        optimizer.set_slot(variable, slot, value)
-
-    return Entry(variable.dtype, shape, read, write, misfit=_fault_of_owners(optimizer, variable))
+        entry = Entry(variable.dtype, shape, _together, _together, column=column, owner=owner)
+    else:
+        entry = Entry(
+            variable.dtype,
+            shape,
+            partial(optimizer.slot_value, variable, slot),
+            partial(optimizer.set_slot, variable, slot),
+            misfit=_fault_of_owners(optimizer, variable),
+        )
+    if _is_large(entry):
+        if owner is None:
+            entry.read_rows = partial(optimizer.slot_rows, variable, slot)
+        entry.write_rows = partial(optimizer.set_slot_rows, variable, slot)
+    return entry
 
 
 def of_steps(optimizer: Optimizer, variable: Variable, count: int) -> Entry:
@@ -330,11 +341,19 @@ def read_together(entries: Entries, *, copied: bool) -> dict[str, Readable]:
     needed."""
     found: dict[str, Readable] = {}
     by_owner: dict[Strategy, list[Named]] = {}
+    in_rows: dict[Strategy, list[tuple[Entry, Column]]] = {}
     for each in entries.columns:
         by_owner.setdefault(each.owner, []).append(each)
     for key, entry in entries.single.items():
         if entry.owner is not None and entry.column is not None:
-            by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
+            if _is_large(entry) and not copied:
+                in_rows.setdefault(entry.owner, []).append((entry, entry.column))
+            else:
+                by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
+    for owner, large in in_rows.items():
+        readers = owner.controller.read_in_rows([column for _, column in large])
+        for (entry, _), reader in zip(large, readers, strict=True):
+            entry.read_rows = reader
     for owner, own in by_owner.items():
         reading = owner.controller.read_all([each.column for each in own], copied=copied)
         for each, reads in zip(own, reading, strict=True):
