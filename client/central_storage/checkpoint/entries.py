@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto.arrays import dtype_name
+from cs_proto.errors import CheckpointError
 
 from . import disk
 from .stored import Stored
@@ -100,14 +103,42 @@ class Named:
         return Named(self.owner, self.column.part(left), [key for key in keys if key is not None])
 
 
+class _ByName(dict[str, Entry]):
+    """Entries by name, none of which takes the place of another. Raises CheckpointError."""
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        if name in self:
+            raise _named_twice(name)
+        super().__setitem__(name, entry)
+
+    def __ior__(self, others: Any) -> Self:  # type: ignore[misc,override]  (a dict also takes pairs)
+        for name, entry in others.items():
+            self[name] = entry
+        return self
+
+
+def _named_twice(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"two objects have the name {name!r:.200} in a checkpoint, as the items 1 and '1' of a dict have; give one of "
+        "them another name"
+    )
+
+
 class Entries:
     """All arrays of a nest of objects. There may be thousands of small variables and slots, so they are columns."""
 
     def __init__(self) -> None:
         #: By name.
-        self.single: dict[str, Entry] = {}
+        self.single = _ByName()
         #: The small variables and slots of services.
         self.columns: list[Named] = []
+
+    def check_names(self, also: Iterable[str]) -> None:
+        """Raise CheckpointError if two arrays have one name, for a file would have one of them, or if one has a name
+        that is ``also`` that of another variable."""
+        names = [*self.single, *also, *itertools.chain.from_iterable(each.keys for each in self.columns)]
+        if len(set(names)) < len(names):
+            raise _named_twice(next(name for name, count in Counter(names).items() if count > 1))
 
     def add(self, labelled: Iterable[tuple[str, Variable]]) -> None:
         """Add variables by their names."""

@@ -40,6 +40,7 @@ __all__ = [
     "checksum",
     "damaged",
     "header_of_format_2",
+    "holds",
     "parsed",
     "parsed_plain",
     "places_of",
@@ -135,6 +136,11 @@ def places_of(arrays: Mapping[str, Shaped]) -> tuple[str, int]:
         begin, end = end, end + kind[1]
         texts.append(f'{json.dumps(key)}: {{{kind[0]}, "data_offsets": [{begin}, {end}]}}')
     return ", ".join(texts), end
+
+
+def holds(dtype: np.dtype[Any]) -> bool:
+    """Whether a file can hold arrays of this dtype."""
+    return dtype_name(dtype) in _DTYPES or dtype_name(dtype) in _PAIRS
 
 
 def _text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:

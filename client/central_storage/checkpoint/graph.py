@@ -134,7 +134,7 @@ class _Found:
         return [strategy for strategy in found if strategy is not None]
 
     def entries(self) -> Entries:
-        """All arrays."""
+        """All arrays. Raises CheckpointError if two of them have one name."""
         found = Entries()
         single = found.single
         found.add((ways[0], variable) for variable, ways in self.variables.items())
@@ -158,6 +158,7 @@ class _Found:
             single |= of_data(data, way)
         for number, strategy in enumerate(self.strategies()):
             single |= of_strategy(strategy, f"{_STRATEGY}{number or ''}")
+        found.check_names(way for ways in self.variables.values() for way in ways[1:])
         return found
 
     def prefixes(self) -> list[str]:

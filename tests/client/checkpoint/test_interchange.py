@@ -184,6 +184,25 @@ def test_no_archive_unpacks_elsewhere(tmp_path: Path, name: str) -> None:
         import_checkpoint(tmp_path / "z.npz", tmp_path / "z")
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (np.array(["x", "y"]), "<U1"),
+        (np.array([b"x"]), r"\|S1"),
+        (np.array(["2020-01-01"], "datetime64[D]"), r"datetime64\[D\]"),
+        (np.zeros(2, [("a", "f4"), ("b", "i8")]), r"\[\('a', '<f4'\)"),
+        (np.zeros(2, np.longdouble), "float128"),
+    ],
+)
+def test_an_npz_with_a_dtype_that_no_checkpoint_holds(tmp_path: Path, value: np.ndarray, says: str) -> None:
+    np.savez(tmp_path / "theirs.npz", whole=np.zeros(3), w=value)
+    with pytest.raises(
+        CheckpointError, match=rf"theirs\.npz: w has the dtype {says}.* which a checkpoint does not hold"
+    ):
+        import_checkpoint(tmp_path / "theirs.npz", tmp_path / "x")
+    assert os.listdir(tmp_path) == ["theirs.npz"]
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_a_save_in_the_same_directory_leaves_an_export_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
