@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,20 +103,6 @@ class Named:
         return Named(self.owner, self.column.part(left), [key for key in keys if key is not None])
 
 
-class _ByName(dict[str, Entry]):
-    """Entries by name, none of which takes the place of another. Raises CheckpointError."""
-
-    def __setitem__(self, name: str, entry: Entry) -> None:
-        if name in self:
-            raise _named_twice(name)
-        super().__setitem__(name, entry)
-
-    def __ior__(self, others: Any) -> Self:  # type: ignore[misc,override]  (a dict also takes pairs)
-        for name, entry in others.items():
-            self[name] = entry
-        return self
-
-
 def _named_twice(name: str) -> CheckpointError:
     return CheckpointError(
         f"two objects have the name {name!r:.200} in a checkpoint, as the items 1 and '1' of a dict have; give one of "
@@ -129,9 +115,15 @@ class Entries:
 
     def __init__(self) -> None:
         #: By name.
-        self.single = _ByName()
+        self.single: dict[str, Entry] = {}
         #: The small variables and slots of services.
         self.columns: list[Named] = []
+
+    def put(self, entries: Mapping[str, Entry]) -> None:
+        """Add entries by name. Raises CheckpointError if one has the name of another, which it would replace."""
+        if taken := self.single.keys() & entries.keys():
+            raise _named_twice(min(taken))
+        self.single |= entries
 
     def check_names(self, also: Iterable[str]) -> None:
         """Raise CheckpointError if two arrays have one name, for a file would have one of them, or if one has a name
@@ -147,7 +139,7 @@ class Entries:
         for label, variable in labelled:
             owner, dtype, shape = variable.strategy, variable.dtype, variable.shape
             if owner is None or math.prod(shape) * dtype.itemsize > limit:
-                self.single[label] = of_variable(variable)
+                self.put({label: of_variable(variable)})
                 continue
             if (named := kinds.get((owner, dtype))) is None:
                 named = kinds[owner, dtype] = Named(owner, Column(0, "", dtype_name(dtype)), [])
@@ -166,7 +158,7 @@ class Entries:
         for label, variable in labelled:
             shape, dtype = shape_of(variable), variable.dtype
             if owner is None or variable.strategy is not owner or math.prod(shape) * dtype.itemsize > limit:
-                self.single |= {f"{way}{label}": of_slot(optimizer, variable, slot) for slot, way in ways.items()}
+                self.put({f"{way}{label}": of_slot(optimizer, variable, slot) for slot, way in ways.items()})
                 continue
             labels, numbers, shapes = kinds.setdefault(dtype, ([], [], []))
             labels.append(label)

@@ -136,18 +136,17 @@ class _Found:
     def entries(self) -> Entries:
         """All arrays. Raises CheckpointError if two of them have one name."""
         found = Entries()
-        single = found.single
         found.add((ways[0], variable) for variable, ways in self.variables.items())
         for optimizer, way in self.optimizers.items():
-            single |= of_optimizer(optimizer, way)
+            found.put(of_optimizer(optimizer, way))
             if optimizer.strategy is None:  # it has only the slots that were set
                 for variable, slot in optimizer.slots():
-                    single[f"{way}/{slot}/{self.label(variable)}"] = of_slot(optimizer, variable, slot)
+                    found.put({f"{way}/{slot}/{self.label(variable)}": of_slot(optimizer, variable, slot)})
             else:
                 found.add_slots(optimizer, _ways_of(optimizer, way), self._slotted(optimizer, optimizer.strategy))
             if counted := optimizer.counted():
                 for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
-                    single[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
+                    found.put({f"{way}/{_STEPS}/{self.label(variable)}": of_steps(optimizer, variable, count)})
         for average, way in self.averages.items():
             found.add((f"{way}/{self.label(variable)}", shadow) for variable, shadow in average.averages())
         for accumulator, way in self.accumulators.items():
@@ -155,9 +154,9 @@ class _Found:
         # Iterators come first: if the iterator of a data set is given, too, the data set has the position of the
         # iterator.
         for data, way in (*self.iterators.items(), *self.data.items()):
-            single |= of_data(data, way)
+            found.put(of_data(data, way))
         for number, strategy in enumerate(self.strategies()):
-            single |= of_strategy(strategy, f"{_STRATEGY}{number or ''}")
+            found.put(of_strategy(strategy, f"{_STRATEGY}{number or ''}"))
         found.check_names(way for ways in self.variables.values() for way in ways[1:])
         return found
 
