@@ -144,7 +144,8 @@ def _save(path: str, arrays: Mapping[str, _Array]) -> list[str]:
 
 def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int, ...], _: int) -> _Array:
     try:
-        return _Array(np.dtype(dtype), shape, lambda: stored.array(key))
+        rows = partial(stored.unchecked_rows, key) if shape else None
+        return _Array(np.dtype(dtype), shape, lambda: stored.array(key), rows)
     except TypeError as error:
         raise CheckpointError(
             f"{path}: {key} has the dtype {dtype:.80}, which NumPy lacks; save it as float32 in the program that made "

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import central_storage as cs
 from central_storage.checkpoint import disk, entries, stored
 from central_storage.strategy.service_strategy import DefaultStrategy
-from central_storage.train import Checkpoint, export_checkpoint
+from central_storage.train import Checkpoint, export_checkpoint, import_checkpoint
 from central_storage.variables.variable import Variable
 from cs_proto.errors import CheckpointDamagedError
 from cs_runtime.shared_memory import mapping
@@ -58,8 +58,11 @@ def test_the_memory_of_a_save_and_of_a_restore(
     restored = Checkpoint(table=Variable(np.zeros((ROWS, COLUMNS), np.float32)))
     restoring = traced(lambda: restored.read(path).assert_consumed())
     exporting = traced(lambda: export_checkpoint(path, tmp_path / "big.npz"))
-    print(f"\n{TABLE} bytes: {saving} to save, {restoring} to restore, {exporting} to export")
-    assert max(saving, restoring, exporting) < 8 * PART
+    export_checkpoint(path, tmp_path / "plain.safetensors")
+    importing = traced(lambda: import_checkpoint(tmp_path / "plain.safetensors", tmp_path / "imported"))
+    print(f"\n{TABLE} bytes: {saving} to save, {restoring} to restore, {exporting} to export, {importing} to import")
+    assert max(saving, restoring, exporting, importing) < 8 * PART
+    assert Path(f"{tmp_path}/imported.safetensors").read_bytes()[-TABLE:] == checkpoint.table.numpy().tobytes()
     assert (restored.table.numpy() == checkpoint.table.numpy()).all()
     # Without pieces, this test would notice.
     monkeypatch.setattr(entries, "of_variable", lambda v: entries.Entry(v.dtype, v.shape, v.current, v.assign))
@@ -84,6 +87,9 @@ def test_every_shape_in_pieces(
     assert w.numpy().tobytes() == value.tobytes()
     if dtype != "complex128":
         assert load_file(tmp_path / "x.safetensors")["w"].tobytes() == value.tobytes()
+        export_checkpoint(tmp_path / "x", tmp_path / "plain.safetensors")
+        import_checkpoint(tmp_path / "plain.safetensors", tmp_path / "imported")
+        assert load_file(tmp_path / "imported.safetensors")["w"].tobytes() == value.tobytes()
 
 
 def test_a_piece_that_changes_after_the_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
