@@ -65,7 +65,7 @@ def check_checkpoints(strategy: cs.CentralStorageStrategy, directory: Path) -> N
         assert bits() == expected
 
 
-@pytest.mark.parametrize("part", [disk.PART, 100])
+@pytest.mark.parametrize("part", [disk.PART, 300])
 def test_checkpoints_have_the_same_bits(
     two: cs.CentralStorageStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
