@@ -30,6 +30,7 @@ __all__ = [
     "frame_view",
     "is_wire_dtype",
     "item_nbytes",
+    "rows_of",
     "shape_fault",
     "view_of",
 ]
@@ -57,6 +58,18 @@ def array_of(value: np.ndarray) -> Array:
         return Array(name, value.shape, Frame(b""))  # raises, and names the dtype
     contiguous = np.ascontiguousarray(value, None if value.dtype.isnative else value.dtype.newbyteorder("="))
     return Array(name, value.shape, Frame(contiguous.reshape(-1).view(np.uint8).data))
+
+
+def rows_of(array: Array, first: int, stop: int) -> Array:
+    """Rows ``first`` to ``stop`` (exclusive) of an array that lies in a segment, is C-contiguous and has these rows.
+
+    >>> rows_of(Array("float32", (9, 2), Location("slots/1/m/float32", 64)), 3, 5)
+    Array(dtype='float32', shape=(2, 2), place=Location(segment='slots/1/m/float32', offset=88))
+    """
+    assert isinstance(array.place, Location)
+    row_nbytes = item_nbytes(array.dtype) * math.prod(array.shape[1:])
+    place = Location(array.place.segment, array.place.offset + first * row_nbytes)
+    return Array(array.dtype, (stop - first, *array.shape[1:]), place)
 
 
 def view_of(array: Array, buffer: memoryview | bytes | bytearray) -> np.ndarray:

@@ -19,6 +19,7 @@ from tests.harness.training import linear
 
 import central_storage as cs
 from central_storage import errors
+from central_storage.checkpoint import disk
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
 
@@ -64,7 +65,11 @@ def check_checkpoints(strategy: cs.CentralStorageStrategy, directory: Path) -> N
         assert bits() == expected
 
 
-def test_checkpoints_have_the_same_bits(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [disk.PART, 300])
+def test_checkpoints_have_the_same_bits(
+    two: cs.CentralStorageStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    monkeypatch.setattr(disk, "PART", part)
     check_checkpoints(two, tmp_path)
 
 

@@ -118,6 +118,7 @@ class Checkpoint(Walked):
             The path, for :meth:`restore`.
 
         Raises:
+            CheckpointError: Two objects have one name, such as the items 1 and "1" of a dict (a ValueError).
             CheckpointSaveError: The file system refuses, now or in the thread of the save before (an OSError); names
                 the path, and the bytes that were needed and are free. An existing file stays, and no draft is left.
             ContextError: Called in a replica (a RuntimeError).

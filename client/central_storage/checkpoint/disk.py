@@ -1,7 +1,7 @@
 """The file layer: every operation on files of checkpoints is a function here, and each is one call of the system.
 
 So tests can put a simulated or a failing disk in its place, and can cut the power between any two operations.
-``writing`` and ``file_format`` know the order in which operations are safe.
+``writing`` and ``stored`` know the order in which operations are safe.
 """
 
 from __future__ import annotations

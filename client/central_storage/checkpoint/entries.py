@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from central_storage.core.backends import Column, Strategy
+from central_storage.core.backends import Column, ReadRows, Strategy
 from central_storage.core.handles import handle_id
 from central_storage.core.values import IndexedSlices
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
@@ -24,9 +26,10 @@ from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto.arrays import dtype_name
+from cs_proto.errors import CheckpointError
 
 from . import disk
-from .file_format import Stored
+from .stored import Stored
 from .writing import Readable
 
 __all__ = [
@@ -71,8 +74,8 @@ class Entry:
     owner: Strategy | None = None
     #: Of the count of updates of a variable: whose, of which. Counts are set together.
     counted: tuple[Optimizer, Variable] | None = None
-    #: As :attr:`writing.Readable.read_rows`.
-    read_rows: Callable[[int, int], Any] | None = None
+    #: As :attr:`writing.Readable.read_rows`. Those of a service get it from :func:`read_together`.
+    read_rows: ReadRows | None = None
     #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
     write_rows: Callable[[int, np.ndarray], object] | None = None
 
@@ -100,6 +103,13 @@ class Named:
         return Named(self.owner, self.column.part(left), [key for key in keys if key is not None])
 
 
+def _named_twice(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"two objects have the name {name!r:.200} in a checkpoint, as the items 1 and '1' of a dict have; give one of "
+        "them another name"
+    )
+
+
 class Entries:
     """All arrays of a nest of objects. There may be thousands of small variables and slots, so they are columns."""
 
@@ -109,6 +119,19 @@ class Entries:
         #: The small variables and slots of services.
         self.columns: list[Named] = []
 
+    def put(self, entries: Mapping[str, Entry]) -> None:
+        """Add entries by name. Raises CheckpointError if one has the name of another, which it would replace."""
+        if taken := self.single.keys() & entries.keys():
+            raise _named_twice(min(taken))
+        self.single |= entries
+
+    def check_names(self, also: Iterable[str]) -> None:
+        """Raise CheckpointError if two arrays have one name, for a file would have one of them, or if one has a name
+        that is ``also`` that of another variable."""
+        names = [*self.single, *also, *itertools.chain.from_iterable(each.keys for each in self.columns)]
+        if len(set(names)) < len(names):
+            raise _named_twice(next(name for name, count in Counter(names).items() if count > 1))
+
     def add(self, labelled: Iterable[tuple[str, Variable]]) -> None:
         """Add variables by their names."""
         limit = disk.small_nbytes()
@@ -116,7 +139,7 @@ class Entries:
         for label, variable in labelled:
             owner, dtype, shape = variable.strategy, variable.dtype, variable.shape
             if owner is None or math.prod(shape) * dtype.itemsize > limit:
-                self.single[label] = of_variable(variable)
+                self.put({label: of_variable(variable)})
                 continue
             if (named := kinds.get((owner, dtype))) is None:
                 named = kinds[owner, dtype] = Named(owner, Column(0, "", dtype_name(dtype)), [])
@@ -135,7 +158,7 @@ class Entries:
         for label, variable in labelled:
             shape, dtype = shape_of(variable), variable.dtype
             if owner is None or variable.strategy is not owner or math.prod(shape) * dtype.itemsize > limit:
-                self.single |= {f"{way}{label}": of_slot(optimizer, variable, slot) for slot, way in ways.items()}
+                self.put({f"{way}{label}": of_slot(optimizer, variable, slot) for slot, way in ways.items()})
                 continue
             labels, numbers, shapes = kinds.setdefault(dtype, ([], [], []))
             labels.append(label)
@@ -158,29 +181,40 @@ def of_variable(variable: Variable) -> Entry:
     else:
         column = Column(0, "", dtype_name(variable.dtype), [variable.number], [variable.shape])
         entry = Entry(variable.dtype, variable.shape, _together, _together, column=column, owner=owner)
-    if variable.shape and math.prod(variable.shape) * variable.dtype.itemsize > disk.PART:
+    if _is_large(entry):
 
         def write_rows(first: int, rows: np.ndarray) -> None:
             variable.scatter_update(IndexedSlices(rows, np.arange(first, first + len(rows))))
 
-        entry.read_rows = lambda begin, end: variable.sparse_read(np.arange(begin, end))
+        if owner is None:
+            entry.read_rows = lambda begin, end: variable.sparse_read(np.arange(begin, end))
         entry.write_rows = write_rows
     return entry
+
+
+def _is_large(entry: Entry) -> bool:
+    """Whether it is read and set in pieces of rows."""
+    return bool(entry.shape) and math.prod(entry.shape) * entry.dtype.itemsize > disk.PART
 
 
 def of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> Entry:
     shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
     if (owner := optimizer.strategy) is not None and owner is variable.strategy:
         column = Column(handle_id(optimizer)[1], slot, dtype_name(variable.dtype), [variable.number], [shape])
-        return Entry(variable.dtype, shape, _together, _together, column=column, owner=owner)
-
-    def read() -> np.ndarray:
-        return optimizer.slot_value(variable, slot)
-
-    def write(value: np.ndarray) -> None:
-        optimizer.set_slot(variable, slot, value)
-
-    return Entry(variable.dtype, shape, read, write, misfit=_fault_of_owners(optimizer, variable))
+        entry = Entry(variable.dtype, shape, _together, _together, column=column, owner=owner)
+    else:
+        entry = Entry(
+            variable.dtype,
+            shape,
+            partial(optimizer.slot_value, variable, slot),
+            partial(optimizer.set_slot, variable, slot),
+            misfit=_fault_of_owners(optimizer, variable),
+        )
+    if _is_large(entry):
+        if owner is None:
+            entry.read_rows = partial(optimizer.slot_rows, variable, slot)
+        entry.write_rows = partial(optimizer.set_slot_rows, variable, slot)
+    return entry
 
 
 def of_steps(optimizer: Optimizer, variable: Variable, count: int) -> Entry:
@@ -330,11 +364,19 @@ def read_together(entries: Entries, *, copied: bool) -> dict[str, Readable]:
     needed."""
     found: dict[str, Readable] = {}
     by_owner: dict[Strategy, list[Named]] = {}
+    in_rows: dict[Strategy, list[tuple[Entry, Column]]] = {}
     for each in entries.columns:
         by_owner.setdefault(each.owner, []).append(each)
     for key, entry in entries.single.items():
         if entry.owner is not None and entry.column is not None:
-            by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
+            if _is_large(entry) and not copied:
+                in_rows.setdefault(entry.owner, []).append((entry, entry.column))
+            else:
+                by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
+    for owner, large in in_rows.items():
+        readers = owner.controller.read_in_rows([column for _, column in large])
+        for (entry, _), reader in zip(large, readers, strict=True):
+            entry.read_rows = reader
     for owner, own in by_owner.items():
         reading = owner.controller.read_all([each.column for each in own], copied=copied)
         for each, reads in zip(own, reading, strict=True):

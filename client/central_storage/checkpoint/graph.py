@@ -1,8 +1,9 @@
 """Checkpoints: the arrays in a nest of objects, their names in the file, and how they are restored.
 
-One file is one checkpoint; ``file_format`` writes and reads it. The name of an array is the path that leads to it from
-the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``. The central
-value is saved, so a file depends on neither replicas nor devices. ``train`` and ``strategy`` use this module.
+One file is one checkpoint; ``writing`` writes it, and ``stored`` reads it. The name of an array is the path that leads
+to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
+The central value is saved, so a file depends on neither replicas nor devices. ``train`` and ``strategy`` use this
+module.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from cs_proto.errors import (
     InvalidArgumentError,
 )
 
+from .disk import SUFFIX
 from .entries import (
     TOGETHER_NBYTES,
     Entries,
@@ -55,9 +57,9 @@ from .entries import (
     of_sum,
     read_together,
 )
-from .file_format import SUFFIX, Stored, reading
 from .renaming import with_names
 from .status import Status, difference
+from .stored import Stored, reading
 from .writing import Readable, add, replace
 
 __all__ = [
@@ -132,20 +134,19 @@ class _Found:
         return [strategy for strategy in found if strategy is not None]
 
     def entries(self) -> Entries:
-        """All arrays."""
+        """All arrays. Raises CheckpointError if two of them have one name."""
         found = Entries()
-        single = found.single
         found.add((ways[0], variable) for variable, ways in self.variables.items())
         for optimizer, way in self.optimizers.items():
-            single |= of_optimizer(optimizer, way)
+            found.put(of_optimizer(optimizer, way))
             if optimizer.strategy is None:  # it has only the slots that were set
                 for variable, slot in optimizer.slots():
-                    single[f"{way}/{slot}/{self.label(variable)}"] = of_slot(optimizer, variable, slot)
+                    found.put({f"{way}/{slot}/{self.label(variable)}": of_slot(optimizer, variable, slot)})
             else:
                 found.add_slots(optimizer, _ways_of(optimizer, way), self._slotted(optimizer, optimizer.strategy))
             if counted := optimizer.counted():
                 for variable, count in zip(counted, optimizer.steps_of(counted), strict=True):
-                    single[f"{way}/{_STEPS}/{self.label(variable)}"] = of_steps(optimizer, variable, count)
+                    found.put({f"{way}/{_STEPS}/{self.label(variable)}": of_steps(optimizer, variable, count)})
         for average, way in self.averages.items():
             found.add((f"{way}/{self.label(variable)}", shadow) for variable, shadow in average.averages())
         for accumulator, way in self.accumulators.items():
@@ -153,9 +154,10 @@ class _Found:
         # Iterators come first: if the iterator of a data set is given, too, the data set has the position of the
         # iterator.
         for data, way in (*self.iterators.items(), *self.data.items()):
-            single |= of_data(data, way)
+            found.put(of_data(data, way))
         for number, strategy in enumerate(self.strategies()):
-            single |= of_strategy(strategy, f"{_STRATEGY}{number or ''}")
+            found.put(of_strategy(strategy, f"{_STRATEGY}{number or ''}"))
+        found.check_names(way for ways in self.variables.values() for way in ways[1:])
         return found
 
     def prefixes(self) -> list[str]:

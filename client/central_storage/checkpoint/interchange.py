@@ -23,8 +23,9 @@ from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgu
 from cs_proto.frozen import frozen
 
 from . import disk
-from .file_format import Stored, plain_header, reading, reading_plain
+from .file_format import holds, plain_header
 from .graph import find_file, find_unnumbered
+from .stored import Stored, reading, reading_plain
 from .writing import explained, open_draft, replace
 
 __all__ = ["export_checkpoint", "import_checkpoint"]
@@ -95,7 +96,8 @@ def import_checkpoint(source: str | os.PathLike[str], save_path: str | os.PathLi
 
     Raises:
         InvalidArgumentError: ``source`` has another suffix, or ``save_path`` ends in a number (a ValueError).
-        CheckpointError: There is no such file, or an array has a dtype that NumPy lacks (a ValueError).
+        CheckpointError: There is no such file, or an array has a dtype that NumPy or checkpoints
+            lack (a ValueError).
         CheckpointDamagedError: The file is damaged, or holds objects that only pickle could load.
         CheckpointSaveError: The file system refuses (an OSError).
 
@@ -142,7 +144,8 @@ def _save(path: str, arrays: Mapping[str, _Array]) -> list[str]:
 
 def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int, ...], _: int) -> _Array:
     try:
-        return _Array(np.dtype(dtype), shape, lambda: stored.array(key))
+        rows = partial(stored.unchecked_rows, key) if shape else None
+        return _Array(np.dtype(dtype), shape, lambda: stored.array(key), rows)
     except TypeError as error:
         raise CheckpointError(
             f"{path}: {key} has the dtype {dtype:.80}, which NumPy lacks; save it as float32 in the program that made "
@@ -165,15 +168,20 @@ def _arrays_of_npz(path: str) -> Iterator[dict[str, _Array]]:
                 raise ValueError("it is no zip archive")
             file.seek(0)
             archive = stack.enter_context(np.load(file, allow_pickle=False))
-            found = {name: _of_member(archive, name, read) for name in archive.files}
+            found = {name: _of_member(path, archive, name, read) for name in archive.files}
         yield found
 
 
-def _of_member(archive: Any, name: str, read: Callable[[str], np.ndarray]) -> _Array:
+def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndarray]) -> _Array:
     with archive.zip.open(f"{name}.npy") as member:
         dtype, shape = _header_of_npy(member)
         if dtype.hasobject:
             raise ValueError(f"{name} holds Python objects, which only pickle could load")
+        if not holds(dtype.newbyteorder("=")):
+            raise CheckpointError(
+                f"{path}: {name} has the dtype {dtype}, which a checkpoint does not hold; leave it out, or save it as "
+                "numbers in the program that made it"
+            )
         if math.prod(shape) * dtype.itemsize > archive.zip.getinfo(f"{name}.npy").file_size:
             raise ValueError(f"{name} is shorter than its header says")
     return _Array(dtype.newbyteorder("="), shape, lambda: read(name))

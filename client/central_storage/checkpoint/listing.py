@@ -8,7 +8,8 @@ from cs_proto.errors import CheckpointDamagedError, CheckpointError
 from cs_proto.frozen import frozen
 
 from . import disk
-from .file_format import SUFFIX, reading
+from .disk import SUFFIX
+from .stored import reading
 
 __all__ = ["Contents", "Listed", "contents", "files_of"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from cs_proto.errors import CheckpointError
 
-from .file_format import Stored
+from .stored import Stored
 
 __all__ = ["with_names"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from central_storage.core.backends import Column
-from cs_proto.arrays import Array, Location
+from cs_proto.arrays import Array, Location, item_nbytes
 from cs_proto.memory_plan import room_of
 from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import RemoteSegment
 
-__all__ = ["LARGE_NBYTES", "Place", "Sent", "image", "in_parts", "readers"]
+__all__ = ["LARGE_NBYTES", "Place", "Sent", "image", "in_parts", "place_of", "readers", "row_reader", "slot_places"]
 
 _Segment: TypeAlias = "mapping.Mapping | RemoteSegment"
 
@@ -39,6 +40,38 @@ class Place(NamedTuple):
     segment: str
     offset: int
     nbytes: int
+
+
+def place_of(array: Array) -> Place:
+    """Where an array lies."""
+    assert isinstance(array.place, Location)
+    return Place(array.place.segment, array.place.offset, item_nbytes(array.dtype) * math.prod(array.shape))
+
+
+def slot_places(
+    slots: Column, beside: Sequence[Place], segments: Mapping[tuple[str, str], str], is_rowwise: bool
+) -> list[Place]:
+    """Where slots lie: each begins where its variable does."""
+    sizes = [place.nbytes for place in beside]
+    if is_rowwise:
+        itemsize = item_nbytes(slots.dtype)
+        sizes = [itemsize * math.prod(shape) for shape in slots.shapes]
+    return [
+        Place(segments[slots.slot, place.segment], place.offset, nbytes)
+        for place, nbytes in zip(beside, sizes, strict=True)
+    ]
+
+
+def row_reader(segment: Callable[[str, int], _Segment], place: Place, height: int) -> Callable[[int, int], memoryview]:
+    """What reads the bytes of rows, from one number to below another, of an array of ``height`` rows at ``place``. What
+    is read from mapped memory is no copy. ``segment``: as for :func:`readers`."""
+    source, row_nbytes = segment(place.segment, place.offset + place.nbytes), place.nbytes // height
+
+    def read(first: int, stop: int) -> memoryview:
+        there = Location(place.segment, place.offset + first * row_nbytes)
+        return source.view(Array("uint8", ((stop - first) * row_nbytes,), there)).data
+
+    return read
 
 
 def readers(

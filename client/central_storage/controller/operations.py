@@ -6,7 +6,6 @@ It implements :class:`~central_storage.core.backends.ControllerBackend`.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,14 +15,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, Column, Values, assign_each, every, is_zero
+from central_storage.core.backends import Carriage, Column, ReadRows, Values, assign_each, every, is_zero
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
 from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arithmetic.schedules import Schedule
-from cs_proto.arrays import INLINE_NBYTES, Array, Location, item_nbytes
+from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, NumericsCheck, Serving, VariableSpec, WriteOp
 from cs_proto.records import replace
@@ -31,7 +30,7 @@ from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
-from .bulk_values import LARGE_NBYTES, Place, Sent, image, in_parts, readers
+from .bulk_values import LARGE_NBYTES, Place, Sent, image, in_parts, place_of, readers, row_reader, slot_places
 from .input_segment import InputSegment
 from .runs import Runs
 from .session import Session, Threads, wait_until_serving
@@ -220,7 +219,7 @@ class ServiceLink:
             inline = self._inline(value)
             request = messages.Create(self._client, self._number(), spec, inline)
             record = self._ask(request, messages.Created).variable
-            self._places[record.number] = _place_of(record.array)
+            self._places[record.number] = place_of(record.array)
             if inline is None and not is_zero(value):
                 try:
                     self._assign(record.number, "assign", value)
@@ -311,35 +310,32 @@ class ServiceLink:
             found = self._ask(messages.DescribeSlots(self._number(), optimizer, variable), messages.Slots)
             return self._session.copy(found.arrays[found.names.index(slot)])
 
-    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
-        """Write a slot once."""
+    def assign_slot(
+        self, optimizer: int, variable: int, slot: str, value: np.ndarray, first: int | None = None
+    ) -> None:
+        """Write a slot once, or its rows from the number ``first`` on."""
         with self._operation():
-            self._session.arena.reset()
-            placed = self._session.arena.place(value)
-            request = messages.AssignSlot(self._client, self._number(), optimizer, variable, slot, placed)
-            self._ask(request, messages.Done)
+            mark = self._session.arena.mark()
+            try:
+                placed = self._session.arena.place(value)
+                request = messages.AssignSlot(self._client, self._number(), optimizer, variable, slot, placed, first)
+                self._ask(request, messages.Done)
+            finally:
+                self._session.arena.release(mark)
 
     def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
         """The values of columns: one question, and one for each optimizer. They are of one moment, because the lock is
         held and no run is under way."""
         with self._operation():
-            beside: dict[int, dict[int, None]] = {}
-            for each in columns:
-                beside.setdefault(each.optimizer, {}).update(dict.fromkeys(each.numbers))
-            optimizers = tuple(beside.keys() - {0})
-            # The server answers when nothing is half written, also one that has taken the place of another.
-            described = self._ask(messages.Describe(self._number(), (), optimizers), messages.Described)
-            self._learn_places(number for numbers in beside.values() for number in numbers)
-            segments = {optimizer: self._slot_segments(optimizer, tuple(beside[optimizer])) for optimizer in optimizers}
-            rowwise = {record.number for record in described.optimizers if record.rule in ROWWISE}
-            places: list[Place] = []
-            for each in columns:
-                own = [self._places[number] for number in each.numbers]
-                if each.optimizer:
-                    own = _slot_places(each, own, segments[each.optimizer], each.optimizer in rowwise)
-                places += own
-            found = iter(readers(places, self._session.lifeline.segment, copied=copied))
+            found = iter(readers(self._places_of(columns), self._session.lifeline.segment, copied=copied))
             return [list(itertools.islice(found, len(each.numbers))) for each in columns]
+
+    def read_in_rows(self, columns: Sequence[Column]) -> list[ReadRows]:
+        """How rows of large values are read, one value for each column; of one moment as in :meth:`read_all`."""
+        with self._operation():
+            places = self._places_of(columns)
+            heights = [each.shapes[0][0] for each in columns]
+            return list(map(partial(row_reader, self._session.lifeline.segment), places, heights))
 
     def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
         """Set columns: small values together, large ones one after the other."""
@@ -452,7 +448,26 @@ class ServiceLink:
     def _learn_places(self, numbers: Iterable[int]) -> None:
         if missing := tuple(number for number in numbers if number not in self._places):
             got = self._ask(messages.Get(self._number(), missing, (), False), messages.Got)
-            self._places |= {n: _place_of(array) for n, array in zip(missing, got.arrays, strict=True)}
+            self._places |= {n: place_of(array) for n, array in zip(missing, got.arrays, strict=True)}
+
+    def _places_of(self, columns: Sequence[Column]) -> list[Place]:
+        """Where the values of columns lie, one column after the other."""
+        beside: dict[int, dict[int, None]] = {}
+        for each in columns:
+            beside.setdefault(each.optimizer, {}).update(dict.fromkeys(each.numbers))
+        optimizers = tuple(beside.keys() - {0})
+        # The server answers when nothing is half written, also one that has taken the place of another.
+        described = self._ask(messages.Describe(self._number(), (), optimizers), messages.Described)
+        self._learn_places(number for numbers in beside.values() for number in numbers)
+        segments = {optimizer: self._slot_segments(optimizer, tuple(beside[optimizer])) for optimizer in optimizers}
+        rowwise = {record.number for record in described.optimizers if record.rule in ROWWISE}
+        places: list[Place] = []
+        for each in columns:
+            own = [self._places[number] for number in each.numbers]
+            if each.optimizer:
+                own = slot_places(each, own, segments[each.optimizer], each.optimizer in rowwise)
+            places += own
+        return places
 
     def _slot_segments(self, optimizer: int, beside: tuple[int, ...]) -> dict[tuple[str, str], str]:
         """The segment of each slot beside the variables of each segment. The server names those of one variable of
@@ -556,26 +571,6 @@ class ServiceLink:
             self._runs.settle(before)
         if self._forgotten and series is None and not self._core.has_unanswered:
             self._free_forgotten()
-
-
-def _place_of(array: Array) -> Place:
-    assert isinstance(array.place, Location)
-    nbytes = item_nbytes(array.dtype) * math.prod(array.shape)
-    return Place(array.place.segment, array.place.offset, nbytes)
-
-
-def _slot_places(
-    slots: Column, beside: Sequence[Place], segments: Mapping[tuple[str, str], str], is_rowwise: bool
-) -> list[Place]:
-    """Where slots lie: each begins where its variable does."""
-    sizes = [place.nbytes for place in beside]
-    if is_rowwise:
-        itemsize = item_nbytes(slots.dtype)
-        sizes = [itemsize * math.prod(shape) for shape in slots.shapes]
-    return [
-        Place(segments[slots.slot, place.segment], place.offset, nbytes)
-        for place, nbytes in zip(beside, sizes, strict=True)
-    ]
 
 
 def _segment(array: Array) -> str:

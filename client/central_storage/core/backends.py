@@ -43,6 +43,7 @@ __all__ = [
     "Combining",
     "ControllerBackend",
     "Group",
+    "ReadRows",
     "ReplicaBackend",
     "ServiceBackend",
     "Strategy",
@@ -102,6 +103,10 @@ class Column:
 
 Values: TypeAlias = "list[list[Callable[[], Any]]]"
 """For each column how each of its values is read: as an array, or as its bytes in the machine's order."""
+
+
+ReadRows: TypeAlias = "Callable[[int, int], Any]"
+"""How rows of an array are read, from one number to below another: as an array, or as bytes in the machine's order."""
 
 
 class Combining(NamedTuple):
@@ -348,12 +353,18 @@ class ControllerBackend(_Catalogue, Protocol):
     def steps_of(self, optimizer: int) -> dict[int, int]:
         """How often an optimizer has updated each variable for which it has slots, by number."""
 
-    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
-        """Write a slot, whose shape and dtype ``value`` has."""
+    def assign_slot(
+        self, optimizer: int, variable: int, slot: str, value: np.ndarray, first: int | None = None
+    ) -> None:
+        """Write a slot, whose shape and dtype ``value`` has, or its rows from the number ``first`` on."""
 
     def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
         """The values of columns, as of one moment: nobody runs or writes meanwhile (:meth:`exclusively`). ``copied``:
         they are copies that may be kept; otherwise each is valid until the next operation."""
+
+    def read_in_rows(self, columns: Sequence[Column]) -> list[ReadRows]:
+        """As :meth:`read_all`, of columns of one large value each, which are not copied: how rows of it are read, each
+        valid until the next operation. Memory is needed for these rows, not for the value."""
 
     def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
         """Set columns to values of their dtype and shapes, in a few requests. The bytes of a column are those of its

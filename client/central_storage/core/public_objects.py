@@ -35,8 +35,8 @@ INTERNAL = {
     "TensorSpec": "admits",
     "Metric": "adopt",
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
-    "Optimizer": """from_record adopt slots slot_value set_slot evaluate_schedule number_of refuse_schedule
-        checked_changes took counted counts_by_variable members rule""",
+    "Optimizer": """from_record adopt slots slot_value slot_rows set_slot set_slot_rows evaluate_schedule number_of
+        refuse_schedule checked_changes took counted counts_by_variable members rule""",
     "CentralOptimizer": "groups_for_update push changes pushed numbers values counts forget_pushed",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }

@@ -287,6 +287,11 @@ class Optimizer(Counted):
         kept = self._kept.get((variable, slot))
         return self.get_slot(variable, slot).numpy() if kept is None else kept.copy()
 
+    def slot_rows(self, variable: Variable, slot: str, first: int, stop: int) -> np.ndarray:
+        """As :meth:`slot_value`, of rows from one number to below another of a slot of an optimizer that belongs to no
+        strategy yet."""
+        return self._kept[variable, slot][first:stop].copy()
+
     def set_slot(self, variable: Variable, slot: str, value: np.ndarray) -> None:
         """Set a slot. Where neither the optimizer nor the variable belongs to a strategy yet, the value is kept until
         the optimizer does."""
@@ -296,6 +301,18 @@ class Optimizer(Counted):
         if self._strategy is not None:
             variable.adopt(self._strategy, shared=True)
         self.get_slot(variable, slot).assign(value)
+
+    def set_slot_rows(self, variable: Variable, slot: str, first: int, rows: np.ndarray) -> None:
+        """As :meth:`set_slot`, of the rows from the number ``first`` on."""
+        if self._strategy is None and variable.strategy is None:
+            if (variable, slot) not in self._kept:
+                self._kept[variable, slot] = np.zeros(self._slot_shape(variable), variable.dtype)
+            self._kept[variable, slot][first : first + len(rows)] = rows
+            return
+        if self._strategy is not None:
+            variable.adopt(self._strategy, shared=True)
+        self.get_slot(variable, slot)  # makes the optimizer one of the variable's strategy
+        self._controller.assign_slot(self._number, variable.number, slot, rows, first)
 
     def get_config(self) -> dict[str, Any]:
         """The name and the hyperparameters as :meth:`from_config` takes them.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.core.backends import Carriage, Column, Values, assign_each, every, is_zero, read_each
+from central_storage.core.backends import Carriage, Column, ReadRows, Values, assign_each, every, is_zero, read_each
 from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.function import Function, Pickled
@@ -286,12 +286,14 @@ class PlanningLink:
         shape = slot_shape(self._optimizers[optimizer].rule, spec.shape)
         return _zeros(replace(spec, shape=shape, sparse=False)) if kept is None else kept.copy()
 
-    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
-        """Write a slot, whose value is kept if it is small."""
+    def assign_slot(
+        self, optimizer: int, variable: int, slot: str, value: np.ndarray, first: int | None = None
+    ) -> None:
+        """Write a slot, whose value is kept if it is small, or rows of a slot that is not."""
         self._require_service()
         self._pass(value)
         kept = self._slots.setdefault((optimizer, variable), {})
-        if value.nbytes <= _KEPT_NBYTES:
+        if first is None and value.nbytes <= _KEPT_NBYTES:
             kept[slot] = np.array(value)
 
     def slotted(self, optimizer: int) -> tuple[int, ...]:
@@ -305,6 +307,17 @@ class PlanningLink:
     def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
         """The values of many variables and slots, which are asked for one after the other."""
         return read_each(self, columns, copied=copied)
+
+    def read_in_rows(self, columns: Sequence[Column]) -> list[ReadRows]:
+        """How rows of large values are read, one value for each column."""
+
+        def reader(each: Column) -> ReadRows:
+            (number,) = each.numbers
+            if each.optimizer:
+                return lambda first, stop: self.slot(each.optimizer, number, each.slot)[first:stop]
+            return lambda first, stop: self.read_rows(number, np.arange(first, stop))
+
+        return list(map(reader, columns))
 
     def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
         """Set many variables and slots, one after the other."""

@@ -108,7 +108,8 @@ class DescribeSlots(Record):
 
 @record(39)
 class AssignSlot(Record):
-    """The controller (or the holder of a merge_call token) writes a slot once, and makes it if it is missing."""
+    """The controller (or the holder of a merge_call token) writes a slot once, and makes it if it is missing. With
+    ``first``, ``value`` goes to the rows from that number on."""
 
     client: str
     sequence: Count
@@ -116,6 +117,7 @@ class AssignSlot(Record):
     variable: Number
     slot: str
     value: Array
+    first: Count | None = None
 
 
 @record(40)

@@ -93,7 +93,7 @@ def operations(server: State, job: Job) -> tuple[Write, ...]:
     if isinstance(request, AssignAll):
         return assign_all.writes(server, request)
     if isinstance(request, AssignSlot):
-        return (optimizers.write_slot(server, request.optimizer, request.variable, request.slot, request.value),)
+        return (optimizers.write_slot(server, request),)
     if isinstance(request, Create) and request.value is not None:
         return (variables.write(server, job.number, "assign", None, (request.value,)),)
     raise AssertionError(f"job {job} writes nothing")
@@ -148,7 +148,7 @@ def _act(server: State, key: tuple[bool, str], record: _Written) -> Created | Do
         number = 0
     elif isinstance(record, AssignSlot):
         _make_slots(server, record.optimizer, (record.variable,))
-        optimizers.write_slot(server, record.optimizer, record.variable, record.slot, record.value)
+        optimizers.write_slot(server, record)
         number = record.variable
     elif isinstance(record, Free):
         count, renamed = optimizers.free(server, record.variables, record.optimizers)

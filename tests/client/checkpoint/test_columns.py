@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import central_storage as cs
-from central_storage.checkpoint import disk, entries, file_format, graph
+from central_storage.checkpoint import disk, entries, graph, stored
 from cs_proto.errors import CheckpointDamagedError, CheckpointError
 
 SHAPES = {"a": (5, 7), "b": (), "c": (0, 3), "d": (33,), "e": (4000,), "f": (2, 2)}
@@ -123,15 +123,15 @@ def test_a_file_that_changes_after_the_check(
     saved.step(1)
     path = saved.checkpoint.write(tmp_path / "x")
     place = Path(path).read_bytes().index(saved.trained["e"].numpy().tobytes())
-    verify = file_format.Stored.verify
+    verify = stored.Stored.verify
 
-    def damage(stored: Any) -> None:
-        verify(stored)
+    def damage(opened: Any) -> None:
+        verify(opened)
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(b"\xff\xff\xff\xff")
 
-    monkeypatch.setattr(file_format.Stored, "verify", damage)
+    monkeypatch.setattr(stored.Stored, "verify", damage)
     if is_kept:
         restored = Work(strategy)
         restored.checkpoint.read(path).assert_consumed()

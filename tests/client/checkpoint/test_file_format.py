@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from central_storage.checkpoint import disk, file_format, writing
+from central_storage.checkpoint import disk, file_format, stored, writing
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager
 from central_storage.variables.moving_averages import ExponentialMovingAverage
@@ -132,7 +132,8 @@ def test_200_swapped_files_are_found(tmp_path: Path) -> None:
 def test_without_checksums_these_tests_would_notice(
     tmp_path: Path, damage: Callable[[Path], Iterator[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_format, "_require_checksum", lambda *_: None)
+    for module in (file_format, stored):
+        monkeypatch.setattr(module, "require_checksum", lambda *_: None)
     assert len(undetected(tmp_path, damage(tmp_path))) >= 100
 
 
@@ -166,15 +167,15 @@ def test_a_file_under_the_number_of_another_is_named(tmp_path: Path) -> None:
 
 def test_what_is_set_has_been_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(several(1).save(tmp_path / "ckpt"))
-    verify = file_format.Stored.verify
+    verify = stored.Stored.verify
 
-    def damage(stored: file_format.Stored) -> None:
-        verify(stored)
+    def damage(opened: stored.Stored) -> None:
+        verify(opened)
         with path.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"\xff")
 
-    monkeypatch.setattr(file_format.Stored, "verify", damage)
+    monkeypatch.setattr(stored.Stored, "verify", damage)
     fresh = several(2)
     with pytest.raises(CheckpointDamagedError, match=r"changed while it was being read, after \d of 4 arrays were set"):
         fresh.restore(path)
@@ -183,14 +184,14 @@ def test_what_is_set_has_been_checked(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(several(1).save(tmp_path / "ckpt"))
-    verify = file_format.Stored.verify
+    verify = stored.Stored.verify
 
-    def swap(stored: file_format.Stored) -> None:
-        verify(stored)
+    def swap(opened: stored.Stored) -> None:
+        verify(opened)
         other = several(3)
         os.replace(other.save(tmp_path / "other" / "ckpt"), path)
 
-    monkeypatch.setattr(file_format.Stored, "verify", swap)
+    monkeypatch.setattr(stored.Stored, "verify", swap)
     fresh = several(2)
     fresh.restore(path).assert_consumed()
     assert values(fresh) == values(several(1))
@@ -364,8 +365,8 @@ def test_a_disk_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_of_format_1_still_loads() -> None:
     path = FORMAT_1 / "ckpt-7.safetensors"
-    stored = load_file(path)
-    dtypes = {key.removeprefix("dtypes/") for key in stored if key.startswith("dtypes/")}
+    saved = load_file(path)
+    dtypes = {key.removeprefix("dtypes/") for key in saved if key.startswith("dtypes/")}
     assert len(dtypes) == 14
     objects = {name: Variable(np.zeros((2, 3), name)) for name in sorted(dtypes)}
     a, b, average = Variable(0.0), Variable(0.0), ExponentialMovingAverage(0.5)
@@ -373,7 +374,7 @@ def test_a_file_of_format_1_still_loads() -> None:
     checkpoint = Checkpoint(dtypes=objects, a=a, deep={"b": b}, average=average, empty=empty)
     checkpoint.restore(path).assert_consumed()
     for name, variable in objects.items():
-        assert variable.numpy().tobytes() == stored[f"dtypes/{name}"].tobytes(), name
+        assert variable.numpy().tobytes() == saved[f"dtypes/{name}"].tobytes(), name
     shadow = average.average(a)
     assert shadow is not None
     assert (float(a), float(b), float(shadow), checkpoint.save_counter) == (3.5, 3.5, 3.5, 7)
@@ -389,9 +390,9 @@ def test_there_is_a_file_of_every_format() -> None:
     for name, paths in kept.items():
         assert paths
         for path in paths:
-            with file_format.reading(str(path)) as stored:
-                assert name == f"format-{stored.index['format']}"
-                stored.verify()
+            with stored.reading(str(path)) as file:
+                assert name == f"format-{file.index['format']}"
+                file.verify()
 
 
 def test_a_file_of_format_2_still_loads() -> None:

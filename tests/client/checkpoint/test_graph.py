@@ -24,7 +24,7 @@ from tests.harness.examples import examples
 from tests.harness.processes import start
 
 from central_storage.checkpoint import graph
-from central_storage.checkpoint.file_format import SUFFIX
+from central_storage.checkpoint.disk import SUFFIX
 from central_storage.core.context import enter_replica
 from central_storage.metrics import Mean
 from central_storage.strategy.service_strategy import DefaultStrategy

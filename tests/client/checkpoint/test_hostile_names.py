@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from central_storage.checkpoint.file_format import reading
+import central_storage as cs
+from central_storage.checkpoint import disk
 from central_storage.checkpoint.listing import contents
+from central_storage.checkpoint.stored import reading
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint
 from central_storage.variables.variable import Variable
@@ -98,3 +102,55 @@ def test_exports_keep_every_name_or_refuse_it(tmp_path: Path) -> None:
             refused += 1
         assert everything(tmp_path) <= {path, str(tmp_path / "out.npz")}
     assert 50 < refused < 300
+
+
+# --- two objects of one name --------------------------------------------------------------------------------------
+
+
+def clashes(strategy: cs.CentralStorageStrategy) -> dict[str, dict[str, Any]]:
+    """Objects of which a file would lose one, by the name that two of them have."""
+    with strategy.scope():
+        a, b, large = cs.Variable(1.0), cs.Variable(2.0), cs.Variable(np.zeros(10))
+        sgd, average = cs.optimizers.SGD(), cs.train.ExponentialMovingAverage(0.5)
+        average.apply([a])
+    alone, other = Variable(3.0), Variable(4.0)
+    return {
+        "m/1": {"m": {"1": a, 1: b}},
+        "m/2": {"m": {"2": a, 2: large}},
+        "m/3": {"m": {"3": alone, 3: other}},
+        "m/4/x": {"m": {"4": {"x": a}, 4: {"x": b}}},
+        "m/5/iterations": {"m": {"5": sgd, 5: {"iterations": a}}},
+        "m/6/a": {"a": a, "m": {"6": average, 6: {"a": b}}},
+        "m/7": {"m": {"7": a, 7: b}, "first": a},  # further names of a variable count, too
+        "(strategy)/seed": {"(strategy)": {"seed": a}},
+    }
+
+
+@pytest.mark.parametrize("small", [disk.SMALL, 0])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_two_objects_of_one_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, in_thread: bool
+) -> None:
+    monkeypatch.setattr(disk, "SMALL", small)
+    kept = Checkpoint(w=Variable(1.0)).write(tmp_path / "kept")
+    before = Path(kept).read_bytes()
+    options = cs.train.CheckpointOptions(enable_async=in_thread)
+    with cs.CentralStorageStrategy(in_process=True) as strategy:
+        for name, objects in clashes(strategy).items():
+            checkpoint = Checkpoint(root=objects)
+            says = re.escape(f"two objects have the name {name!r} in a checkpoint")
+            with pytest.raises(CheckpointError, match=says):
+                checkpoint.write(tmp_path / "kept", options)
+            with pytest.raises(CheckpointError, match=says):
+                checkpoint.read(tmp_path / "kept")
+    assert Path(kept).read_bytes() == before
+    assert everything(tmp_path) == {kept}
+
+
+def test_objects_without_values_may_have_one_name(tmp_path: Path) -> None:
+    w = Variable(1.0)
+    checkpoint = Checkpoint(root={"m": {"1": "text", 1: 2, "2": [], 2: {"x": w}}, "again": [w]})
+    path = checkpoint.write(tmp_path / "x")
+    w.assign(2.0)
+    assert checkpoint.read(path).assert_consumed().matched == 1
+    assert float(w) == 1

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from central_storage.checkpoint import disk, interchange
-from central_storage.checkpoint.file_format import reading
+from central_storage.checkpoint.stored import reading
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint, import_checkpoint
 from central_storage.variables.variable import Variable
@@ -182,6 +182,25 @@ def test_no_archive_unpacks_elsewhere(tmp_path: Path, name: str) -> None:
         archive.writestr("w.npy", b"\x93NUMPY\x01\x00")
     with pytest.raises(CheckpointDamagedError):
         import_checkpoint(tmp_path / "z.npz", tmp_path / "z")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (np.array(["x", "y"]), "<U1"),
+        (np.array([b"x"]), r"\|S1"),
+        (np.array(["2020-01-01"], "datetime64[D]"), r"datetime64\[D\]"),
+        (np.zeros(2, [("a", "f4"), ("b", "i8")]), r"\[\('a', '<f4'\)"),
+        (np.zeros(2, np.longdouble), "float128"),
+    ],
+)
+def test_an_npz_with_a_dtype_that_no_checkpoint_holds(tmp_path: Path, value: np.ndarray, says: str) -> None:
+    np.savez(tmp_path / "theirs.npz", whole=np.zeros(3), w=value)
+    with pytest.raises(
+        CheckpointError, match=rf"theirs\.npz: w has the dtype {says}.* which a checkpoint does not hold"
+    ):
+        import_checkpoint(tmp_path / "theirs.npz", tmp_path / "x")
+    assert os.listdir(tmp_path) == ["theirs.npz"]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])

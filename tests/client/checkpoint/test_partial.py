@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from central_storage.checkpoint.file_format import reading
+from central_storage.checkpoint.stored import reading
 from central_storage.optimizers import Adam
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import central_storage.train
-from central_storage.checkpoint import disk, file_format, graph, writing
+from central_storage.checkpoint import disk, graph, stored, writing
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager, CheckpointOptions
 from central_storage.variables.variable import Variable
@@ -260,6 +260,6 @@ def calls_of_the_system(source: str) -> list[str]:
 def test_checkpoints_use_files_only_through_the_layer() -> None:
     package = Path(disk.__file__).parent
     modules = {Path(central_storage.train.__file__), *package.glob("*.py")} - {Path(disk.__file__)}
-    assert {Path(module.__file__) for module in (file_format, graph, writing) if module.__file__} <= modules
+    assert {Path(module.__file__) for module in (graph, stored, writing) if module.__file__} <= modules
     assert {path.name: calls_of_the_system(path.read_text()) for path in modules} == {path.name: [] for path in modules}
     assert len(calls_of_the_system(Path(disk.__file__).read_text())) >= 10

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from central_storage.checkpoint import disk, file_format, writing
-from central_storage.checkpoint.file_format import Stored, reading, reading_plain
+from central_storage.checkpoint import disk, writing
+from central_storage.checkpoint.stored import Stored, reading, reading_plain
+from cs_proto.errors import CheckpointDamagedError
 
 DTYPES = ("bool", "int16", "float32", "float64", "complex64", "complex128")
 SHAPES = [(), (1,), (3,), (0, 2), (5, 2), (1, 7), (40,)]
@@ -74,7 +75,9 @@ def test_small_arrays_come_in_any_order_and_number(
     writing.replace(path, arrays, {"also": {}})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disk, "SMALL", small)
-        patched.setattr(file_format, "_IS_LITTLE", is_little)  # the way of other machines, which turns nothing here
+        patched.setattr(
+            f"{Stored.__module__}._IS_LITTLE", is_little
+        )  # the way of other machines, which turns nothing here
         with reading(path, kept_nbytes=kept) as stored:
             stored.verify()
             keys = [key for key, array in arrays.items() if array.value.nbytes <= small]
@@ -113,9 +116,9 @@ def test_a_changed_array_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_bytes(content)
     with reading(str(path)) as stored:
         for _ in range(2):
-            with pytest.raises(file_format.CheckpointDamagedError, match=r"the checksum of a6 is .*, but was"):
+            with pytest.raises(CheckpointDamagedError, match=r"the checksum of a6 is .*, but was"):
                 stored.verify()
-            with pytest.raises(file_format.CheckpointDamagedError, match="the checksum of a6 is"):
+            with pytest.raises(CheckpointDamagedError, match="the checksum of a6 is"):
                 taken(stored, ["a7", "a6", "a0"], arrays)
         assert taken(stored, ["a7", "a0"], arrays) == {key: arrays[key].value.tobytes() for key in ("a7", "a0")}
 

@@ -101,7 +101,7 @@ Describe: request variables optimizers
 Statistics: request
 Free: client sequence variables optimizers
 DescribeSlots: request optimizer variable others
-AssignSlot: client sequence optimizer variable slot
+AssignSlot: client sequence optimizer variable slot first
 Fetch: request
 Put: request
 Locate: request variables buffers

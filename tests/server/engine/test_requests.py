@@ -292,6 +292,36 @@ def test_a_slot_is_written_once_and_made_first() -> None:
     )
 
 
+def test_rows_of_a_slot_are_written_where_they_lie_and_nowhere_else() -> None:
+    book = Playbook(2).begin().has(spec("u", (3,))).has(spec("w", (5, 2))).has_optimizer("Adam")
+
+    def rows(first: int, value: Array, slot: str = "v") -> AssignSlot:
+        return AssignSlot("c", book.sequence(), 1, 2, slot, value, first)
+
+    ones = Array("float32", (2, 2), Location("arena/controller", 0))
+    book.does(hears(CONTROLLER, DescribeSlots(7, 1, 2)))
+    book.does(book.finished())
+    for first, count in ((0, 2), (3, 2), (0, 5), (5, 0)):
+        request = rows(first, Array("float32", (count, 2), Location("arena/controller", 0)))
+        target = Array("float32", (count, 2), Location("slots/1/v/float32", 64 + first * 8))
+        book.on(hears(CONTROLLER, request), commits(writes(target, "assign", request.value)))
+        book.on(book.finished(), Send(CONTROLLER, Done(request.sequence, 2, 0)))
+        book.on(hears(CONTROLLER, request), Send(CONTROLLER, Done(request.sequence, 2, 0)))
+    for first, value, says in (
+        (4, ones, r"rows from 4 on; the slot is float32\[5, 2\]"),
+        (5, ones, "rows from 5 on"),
+        (6, Array("float32", (0, 2), Location("arena/controller", 0)), "rows from 6 on"),
+        (0, Array("float32", (6, 2), Location("arena/controller", 0)), "rows from 0 on"),
+        (1 << 61, ones, "rows from"),
+        (0, Array("float32", (2, 3), Location("arena/controller", 0)), r"it must be float32\[2, 2\]"),
+        (0, Array("float64", (2, 2), Location("arena/controller", 0)), r"it must be float32\[2, 2\]"),
+        (1, Array("float32", (), Location("arena/controller", 0)), "rows from 1 on"),
+    ):
+        wrong = rows(first, value)
+        refusal = to(CONTROLLER, Refused, "cs.InvalidArgumentError", says, number=wrong.sequence)
+        book.on(hears(CONTROLLER, wrong), refusal)
+
+
 WHOLE = Array("uint8", (5 * 64,), Location("arena/controller", 0))
 
 

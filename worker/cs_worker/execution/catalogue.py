@@ -18,7 +18,7 @@ from central_storage.variables.checks import dense_refused
 from central_storage.variables.variable import Variable
 from central_storage.wire_values.value_codec import to_exception
 from cs_proto import messages, segment_names
-from cs_proto.arrays import Array, Location, frame_view
+from cs_proto.arrays import Array, Location, frame_view, rows_of
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError, VariableWrittenError
 from cs_proto.records import Record, replace
 from cs_proto.sizes import in_units
@@ -250,11 +250,13 @@ class Catalogue:
                 return f"variable {record.spec.name[:_NAME_LENGTH]!r} ({record.spec.dtype}[{shape}])"
         return "a variable"
 
-    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
-        """A copy of what an optimizer keeps beside a variable; the server makes it where it is missing."""
+    def slot(self, optimizer: int, variable: int, slot: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable, or of rows of it, from one number to below another; the
+        server makes it where it is missing."""
         request = self._conversation.session.next_request()
         found = self.ask(messages.DescribeSlots(request, optimizer, variable), request, messages.Slots)
-        return self.copy(found.arrays[found.names.index(slot)])
+        array = found.arrays[found.names.index(slot)]
+        return self.copy(array if rows is None else rows_of(array, *rows))
 
     def view(self, number: int) -> np.ndarray:
         """The variable's value: the server's own memory, read-only, the same object until :meth:`preserve`. If that

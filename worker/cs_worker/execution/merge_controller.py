@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core import context
-from central_storage.core.backends import Carriage, Column, Values, assign_each, every, read_each
+from central_storage.core.backends import Carriage, Column, ReadRows, Values, assign_each, every, read_each
 from central_storage.core.pipeline import Series
 from central_storage.core.values import regroup, select_replica, shared_parts
 from central_storage.pickling.function import Function, Pickled
@@ -244,14 +244,16 @@ class MergeController:
         with self._interrupts.own_code():
             return self._catalogue.slot(optimizer, variable, slot)
 
-    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
-        """Write a slot once."""
+    def assign_slot(
+        self, optimizer: int, variable: int, slot: str, value: np.ndarray, first: int | None = None
+    ) -> None:
+        """Write a slot once, or its rows from the number ``first`` on."""
         token = self._token("writing a slot")
         with self._interrupts.own_code():
             mark = self._arena.mark()
             token.sequence += 1
             placed = self._arena.place(value)
-            request = messages.AssignSlot(token.client, token.sequence, optimizer, variable, slot, placed)
+            request = messages.AssignSlot(token.client, token.sequence, optimizer, variable, slot, placed, first)
             try:
                 self._catalogue.ask(request, token.sequence, messages.Done)
             finally:
@@ -260,6 +262,22 @@ class MergeController:
     def read_all(self, columns: Sequence[Column], *, copied: bool) -> Values:
         """The values of many variables and slots, which are asked for one after the other."""
         return read_each(self, columns, copied=copied)
+
+    def read_in_rows(self, columns: Sequence[Column]) -> list[ReadRows]:
+        """How rows of large values are read, one value for each column: the server is asked for each piece."""
+
+        def reader(each: Column) -> ReadRows:
+            (number,) = each.numbers
+            if each.optimizer:
+                return lambda first, stop: self._slot_rows(each.optimizer, number, each.slot, first, stop)
+            return lambda first, stop: self.read_rows(number, np.arange(first, stop))
+
+        return list(map(reader, columns))
+
+    def _slot_rows(self, optimizer: int, variable: int, slot: str, first: int, stop: int) -> np.ndarray:
+        self._token("reading a slot outside a replica")
+        with self._interrupts.own_code():
+            return self._catalogue.slot(optimizer, variable, slot, (first, stop))
 
     def assign_all(self, columns: Sequence[tuple[Column, memoryview]]) -> None:
         """Set many variables and slots, one after the other."""

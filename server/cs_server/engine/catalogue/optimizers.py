@@ -22,10 +22,10 @@ from cs_proto.arithmetic.optimizers import (
     rule_of,
 )
 from cs_proto.arithmetic.schedules import Schedule
-from cs_proto.arrays import Array, Location
+from cs_proto.arrays import Array, Location, rows_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.memory_plan import gradient_nbytes
-from cs_proto.messages import Optimizer, OptimizerChange
+from cs_proto.messages import AssignSlot, Optimizer, OptimizerChange
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Seat, SlotFill, SlotNames, Steps, VariableSet
@@ -291,11 +291,21 @@ def slotted(server: State, optimizer: int) -> tuple[int, ...]:
     return tuple(sorted(variable for number, variable in server.tables.slots if number == optimizer))
 
 
-def write_slot(server: State, optimizer: int, variable: int, slot: str, value: Array) -> Write:
-    """The operation that sets a slot, which must exist. Raises InvalidArgumentError if ``value`` does not fit."""
-    _, target = slots(server, optimizer, variable)[place_of_slot(get(server, optimizer), slot)]
-    spec = variables.row(server, variable).spec
-    what = f"the value of slot {slot!r} of variable {spec.name!r}"
+def write_slot(server: State, record: AssignSlot) -> Write:
+    """The operation that sets a slot, or rows of it; the slot must exist. Raises InvalidArgumentError if the value does
+    not fit."""
+    place = place_of_slot(get(server, record.optimizer), record.slot)
+    _, target = slots(server, record.optimizer, record.variable)[place]
+    spec, value, first = variables.row(server, record.variable).spec, record.value, record.first
+    what = f"the value of slot {record.slot!r} of variable {spec.name!r}"
+    if first is not None:
+        stop = first + value.shape[0] if value.shape and target.shape else 0
+        if not first <= stop <= target.shape[0]:
+            raise InvalidArgumentError(
+                f"{what} is {value.dtype}{list(value.shape)} for the rows from {first} on; the slot is "
+                f"{target.dtype}{list(target.shape)}"
+            )
+        target = rows_of(target, first, stop)
     variables.check_fits(what, value, replace(spec, shape=target.shape, sparse=False))
     return Write(target, "assign", None, (value,))
 
