@@ -161,7 +161,7 @@ ShowLog: follow
 LogLines: lines is_last
 LogLine: time label stream text
 Appoint: client
-OpenLink: protocol session is_new heard
+OpenLink: protocol session is_new heard connection
 LinkOpened: session heard return_timeout
 Envelope: session number heard ends pieces
 CloseLink: session
