@@ -48,9 +48,9 @@ _log = logging.getLogger("central_storage.cluster")
 #: What becomes of a message: it is on its way, its peer has not taken earlier ones, or its peer is not connected.
 Outcome = Literal["sent", "full", "gone"]
 
-# Seconds in which TCP must connect, and then the gateway must answer: in the first attempt, how much longer each one may
-# take after one that took too long there, and at most. The kernel repeats what a network has lost at growing intervals,
-# so another attempt is quicker. On a slow network a later attempt has enough time.
+# Seconds in which TCP must connect, and in which the gateway must answer then: in the first attempt, how much longer
+# after each attempt that took too long there, and at most. The kernel repeats what a network has lost at growing
+# intervals, so another attempt is quicker. On a slow network a later attempt has enough time.
 _CONNECTS, _ANSWERS = (1.0, 0.25, 3.0), (2.5, 2.5, 5.0)
 # Seconds in which a connection that only tries whether somebody listens must be made.
 _KNOCK = 1.0
@@ -206,7 +206,7 @@ class Link(_End):
         self._connection: _Connection | None = None
         self._next_attempt = now
         self._connections = 0
-        # How many attempts since the last open connection have taken too long: TCP to connect, and the gateway to answer.
+        # Attempts since the last open connection in which TCP was too slow to connect, and the gateway to answer.
         self._unconnected = self._unanswered = 0
         self._is_full = False
 
@@ -293,10 +293,7 @@ class Link(_End):
                 f"the service at {self.endpoint} does not admit the key {self._keys.path}: its directory of keys needs "
                 f"{self._keys.role}.key"
             )
-        if connection.is_open:
-            is_quiet = self.session.silence(now) >= self._silence
-        else:
-            is_quiet = now >= connection.deadline
+        is_quiet = self.session.silence(now) >= self._silence if connection.is_open else now >= connection.deadline
         if news == "cut" or is_quiet:
             if is_quiet and not connection.is_open:
                 self._unconnected += not connection.is_connected

@@ -62,7 +62,7 @@ STANDS = {
     "DevicePlace.handle DevicePlace.offset DevicePlace.size DevicePlace.mark": "memory of a GPU, as above",
     "StepFinished.run Committed.run RunFinished.commits": "variables that were committed, which the mirror brings",
     "MakeSegment.segment MakeSegment.reservation ExtendSegment.segment ExtendSegment.reservation": "of the server",
-    "OpenSegment.segment OpenSegment.stop Segment.segment Segment.reservation": "whole segments: each machine hands out its own memory",
+    "OpenSegment.segment Segment.segment Segment.reservation": "whole segments: each machine hands out its own memory",
     "MakeMailbox.peer OpenMailbox.mailbox Mailbox.mailbox Offer.mailbox MailboxAccepted.mailbox": (
         "memory of two processes of one machine: there are no mailboxes between machines"
     ),
@@ -156,6 +156,7 @@ Mailbox: spins refused
 ShowStacks: replica incarnation
 DeviceChoice: devices parameter_device
 ServiceReport: state since transport processes controllers events restarts max_restarts
+OpenSegment: stop
 ServiceProcess: role rank incarnation pid device state restarts cause node
 ShowLog: follow
 LogLines: lines is_last
