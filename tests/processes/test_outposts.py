@@ -587,12 +587,17 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_an_outpost_without_descriptors_says_so(stack: ExitStack, keys: Path, program: Path) -> None:
+def test_an_outpost_without_descriptors_says_so_and_another_one_takes_its_place(
+    stack: ExitStack, keys: Path, program: Path
+) -> None:
     machines = Machines(stack, keys, program, "dense", str(STEPS), workers=1)
     ended = run("-c", FULL, "--join", machines.address, "--keys", keys / "b")
     assert (ended.code, "this launcher cannot go on: [Errno 24] Too many open files" in ended.err) == (4, True), ended
     assert "Traceback" not in ended.err
-    assert "worker w0 (pid" in machines.head.wait().err  # which hears of it at once
+    machines.head.wait_for("worker w0 .* ended by the end of its connection .*; restart 1 of 3", stream="err")
+    other = machines.outpost(0)
+    machines.head.wait(unit(120)).ok()
+    other.wait().ok()
 
 
 def test_ctrl_c_at_an_outpost_ends_its_worker(stack: ExitStack, keys: Path, program: Path, tmp_path: Path) -> None:
