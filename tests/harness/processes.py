@@ -115,7 +115,7 @@ class Child:
             if ended and not self._read(0):
                 raise AssertionError(f"ended before it printed {pattern!r}\n{self._result()}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"did not print {pattern!r} in time\n{self._explain()}")
+                raise AssertionError(f"did not print {pattern!r} in time\n{self.explain()}")
             self._read(deadline - time.monotonic())
 
     def signal(self, number: signal.Signals) -> None:
@@ -131,7 +131,7 @@ class Child:
         deadline = self._deadline(timeout)
         while self._process.poll() is None:
             if time.monotonic() > deadline:
-                raise AssertionError(f"did not end in time\n{self._explain()}")
+                raise AssertionError(f"did not end in time\n{self.explain()}")
             self._read(deadline - time.monotonic())
         while self._read(0):
             pass
@@ -147,6 +147,16 @@ class Child:
     def processes(self) -> list[psutil.Process]:
         """Everything of this child that lives, itself first."""
         return sorted(marked(self.mark), key=lambda process: process.pid != self.pid)
+
+    def explain(self) -> str:
+        """The output, after every process of the child was asked for the stacks of its threads."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + unit()
+        while time.monotonic() < until:
+            self._read(until - time.monotonic())
+        return f"{self._result()}\n--- processes\n" + "\n".join(map(describe, self.processes()))
 
     def close(self) -> None:
         """End everything that came of the child, and print its output, which pytest shows if the test has failed.
@@ -185,16 +195,6 @@ class Child:
             else:
                 self._selector.unregister(key.fileobj)
         return found
-
-    def _explain(self) -> str:
-        """The output, after every process of the child was asked for the stacks of its threads."""
-        for process in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGUSR1)
-        until = time.monotonic() + unit()
-        while time.monotonic() < until:
-            self._read(until - time.monotonic())
-        return f"{self._result()}\n--- processes\n" + "\n".join(map(describe, self.processes()))
 
     def _result(self) -> Ended:
         return Ended(self.arguments, self._process.poll(), self.out, self.err, time.monotonic() - self._begun)

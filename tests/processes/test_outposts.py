@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -487,6 +487,16 @@ def test_what_a_script_writes_to_results_stays_when_a_return_is_repeated(
         outpost.wait().ok()
 
 
+@contextmanager
+def explained(outposts: list[Child]) -> Iterator[None]:
+    """If the block fails, what the outposts have printed stands beside the failure."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note("\n".join(map(str, (outpost.explain() for outpost in outposts))))
+        raise
+
+
 def cut_and_mended(machines: Machines, door: Door, part: str, alone: str, join: Callable[[str], list[Child]]) -> None:
     """Cut the links of the outposts that ``join`` starts in the midst of a training, and mend them in time. The digest
     must be that of one machine, ``alone``."""
@@ -500,7 +510,8 @@ def cut_and_mended(machines: Machines, door: Door, part: str, alone: str, join: 
             machines.head.wait_for(rf"^{part} ", timeout=unit(2))
         cut()
         hold(False)
-        machines.head.wait_for(rf"^{part} ", timeout=unit(60))
+        with explained(outposts):
+            machines.head.wait_for(rf"^{part} ", timeout=unit(60))
         assert not any(re.search("asked for", outpost.err) for outpost in outposts)
         assert not re.search(r"ended by", machines.head.err), machines.head.err
         ends_well(machines, outposts, {part: alone})
@@ -533,7 +544,8 @@ def test_many_cuts_at_any_time_change_no_bit(
         cutting = threading.Thread(target=cut_often)
         cutting.start()
         try:
-            machines.head.wait_for(r"^points ", timeout=unit(150))
+            with explained(outposts):
+                machines.head.wait_for(r"^points ", timeout=unit(150))
         finally:
             over.set()
             cutting.join()
@@ -560,6 +572,32 @@ def test_an_outpost_that_is_cut_off_for_too_long_is_replaced(
         hold(False)
         outposts[1] = joined(machines.outpost(1), 1)
         ends_well(machines, outposts, {"dense": alone["dense"]})
+
+
+FULL = """
+import errno, os, sys
+from central_storage.cluster.memory import NodeMemory
+from central_storage.launch import cli
+
+def descriptor(self, name, *, writable):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+NodeMemory.descriptor = descriptor
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_an_outpost_without_descriptors_says_so_and_another_one_takes_its_place(
+    stack: ExitStack, keys: Path, program: Path
+) -> None:
+    machines = Machines(stack, keys, program, "dense", str(STEPS), workers=1)
+    ended = run("-c", FULL, "--join", machines.address, "--keys", keys / "b")
+    assert (ended.code, "this launcher cannot go on: [Errno 24] Too many open files" in ended.err) == (4, True), ended
+    assert "Traceback" not in ended.err
+    machines.head.wait_for("worker w0 .* ended by the end of its connection .*; restart 1 of 3", stream="err")
+    other = machines.outpost(0)
+    machines.head.wait(unit(120)).ok()
+    other.wait().ok()
 
 
 def test_ctrl_c_at_an_outpost_ends_its_worker(stack: ExitStack, keys: Path, program: Path, tmp_path: Path) -> None:

@@ -50,8 +50,10 @@ _complaints = Complaints(_log)
 #: What becomes of a message: it is on its way, its peer has not taken earlier ones, or its peer is not connected.
 Outcome = Literal["sent", "full", "gone"]
 
-# Seconds in which a connection must be made.
-_ATTEMPT = 5.0
+# Seconds in which TCP must connect, and in which the gateway must answer then: in the first attempt, how much longer
+# after each attempt that took too long there, and at most. The kernel repeats what a network has lost at growing
+# intervals, so another attempt is quicker. On a slow network a later attempt has enough time.
+_CONNECTS, _ANSWERS = (1.0, 0.25, 3.0), (2.5, 2.5, 5.0)
 # Seconds in which a connection that only tries whether somebody listens must be made.
 _KNOCK = 1.0
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
@@ -67,6 +69,9 @@ _HANDSHAKE = 5000
 _LINGER = 500
 # Beats of a peer that are sent within the time in which it must be heard.
 _BEATS = 4
+# Milliseconds after which ZeroMQ would connect a socket again: never. With -1 it would end the pipe of the socket
+# instead, maybe between two parts of a message that is being received, and then it ends the process.
+_NEVER = 1 << 30
 
 _AUTHENTICATION_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _CUT = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -114,9 +119,13 @@ class _Connection:
 
     _numbers = itertools.count()
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: WorkerKeys, now: float) -> None:
-        self.since = now
-        self.is_open = False
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: WorkerKeys, deadline: float) -> None:
+        """TCP must connect before ``deadline``."""
+        #: When it is given up unless it is open.
+        self.deadline = deadline
+        #: Whether TCP has connected, and whether the gateway has answered.
+        self.is_connected = self.is_open = False
+        self._is_broken = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -124,24 +133,36 @@ class _Connection:
             (zmq.IPV6, int("[" in endpoint)),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE),
             (zmq.TCP_MAXRT, _UNACKNOWLEDGED),
-            (zmq.RECONNECT_IVL, -1),  # a new connection is a new socket, so nothing of the old one comes over it
+            (zmq.RECONNECT_IVL, _NEVER),  # a new connection is a new socket, so nothing of the old one comes over it
             (zmq.MAXMSGSIZE, LIMITS.part_nbytes),
         ):
             self.socket.setsockopt(option, value)
         protect_client(self.socket, keys)
         monitor = f"inproc://link-{next(self._numbers)}"
-        self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(_CUT | _AUTHENTICATION_FAILED, monitor)
+        events = _CUT | _AUTHENTICATION_FAILED | zmq.EVENT_CONNECTED
+        self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(events, monitor)
         self.socket.connect(endpoint)
 
-    def state(self) -> Literal["", "cut", "refused"]:
-        """What has become of it: nothing yet, it is cut, or the gateway does not admit the key."""
-        if has_input(self.events):
-            event = recv_monitor_message(self.events, zmq.NOBLOCK)["event"]
-            return "refused" if event == _AUTHENTICATION_FAILED else "cut"
-        return ""
+    def news(self) -> Literal["", "connected", "cut", "refused"]:
+        """What has become of it since the last call: nothing, TCP has connected, it is cut, or the gateway does not
+        admit the key."""
+        if not has_input(self.events):
+            return "cut" if self._is_broken else ""
+        event = recv_monitor_message(self.events, zmq.NOBLOCK)["event"]
+        if event == zmq.EVENT_CONNECTED:
+            return "connected"
+        return "refused" if event == _AUTHENTICATION_FAILED else "cut"
 
     def has_input(self) -> bool:
-        return has_input(self.socket)
+        return not self._is_broken and has_input(self.socket)
+
+    def receive(self) -> list[zmq.Frame]:
+        """The parts of the next message. If the connection ends in its midst, there are none, and it counts as cut."""
+        try:
+            return receive(self.socket, LIMITS, zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_broken = True
+            return []
 
     def close(self, linger: int) -> None:
         self.socket.disable_monitor()
@@ -186,6 +207,9 @@ class Link(_End):
         self._epoll = select.epoll()
         self._connection: _Connection | None = None
         self._next_attempt = now
+        self._connections = 0
+        # Attempts since the last open connection in which TCP was too slow to connect, and the gateway to answer.
+        self._unconnected = self._unanswered = 0
         self._is_full = False
 
     @property
@@ -209,7 +233,7 @@ class Link(_End):
             due = min(due, self._silence - self.session.silence(now))
             due = min(due, _RETRY if self._is_full else self.session.due(now))
         else:
-            due = min(due, self._connection.since + _ATTEMPT - now)
+            due = min(due, self._connection.deadline - now)
         return max(0.0, due)
 
     def turn(self) -> None:
@@ -240,11 +264,12 @@ class Link(_End):
         if self._connection is not None:
             self._receive(self._connection, now)
         if self.session.silence(now) >= self._timeout:
-            raise self._unanswered()
+            raise self._no_answer()
         if self._connection is not None:
             self._look(self._connection, now)
         if self._connection is None and now >= self._next_attempt:
             self._connect(now)
+            return True  # its events are looked at once, because before that its descriptor tells of none
         if self._connection is None:
             return False
         if self._connection.is_open:
@@ -252,34 +277,37 @@ class Link(_End):
         return self._connection.has_input()
 
     def _connect(self, now: float) -> None:
-        made = self._connection = _Connection(self._context, self.endpoint, self._keys, now)
+        deadline = now + _limit(_CONNECTS, self._unconnected)
+        made = self._connection = _Connection(self._context, self.endpoint, self._keys, deadline)
         for each in (made.socket, made.events):
             self._epoll.register(each, select.EPOLLIN)
-        opening = OpenLink(PROTOCOL, self.session.name, not self.is_open, self.session.heard)
+        self._connections += 1
+        opening = OpenLink(PROTOCOL, self.session.name, not self.is_open, self.session.heard, self._connections)
         with suppress(zmq.Again):  # it is cut already, which is reported soon
             made.socket.send_multipart(encode(opening), zmq.NOBLOCK)
 
     def _look(self, connection: _Connection, now: float) -> None:
         """Hang up if the connection is cut, or there is no sign of life."""
-        state = connection.state()
-        if state == "refused":
+        while (news := connection.news()) == "connected":
+            connection.is_connected, connection.deadline = True, now + _limit(_ANSWERS, self._unanswered)
+        if news == "refused":
             raise ConfigurationError(
                 f"the service at {self.endpoint} does not admit the key {self._keys.path}: its directory of keys needs "
                 f"{self._keys.role}.key"
             )
-        if connection.is_open:
-            is_quiet = self.session.silence(now) >= self._silence
-        else:
-            is_quiet = now - connection.since >= _ATTEMPT
-        if state == "cut" or is_quiet:
+        is_quiet = self.session.silence(now) >= self._silence if connection.is_open else now >= connection.deadline
+        if news == "cut" or is_quiet:
+            if is_quiet and not connection.is_open:
+                self._unconnected += not connection.is_connected
+                self._unanswered += connection.is_connected
             _log.info("the connection to %s is cut", self.endpoint)
             self._hang_up(0)
             self._next_attempt = now if is_quiet else now + _PAUSE
 
     def _receive(self, connection: _Connection, now: float) -> None:
         while connection.has_input():
-            frames = receive(connection.socket, LIMITS, zmq.NOBLOCK)
-            self._hear(connection, decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], LIMITS), now)
+            if frames := connection.receive():
+                self._hear(connection, decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], LIMITS), now)
 
     def _hear(self, connection: _Connection, record: Record, now: float) -> None:
         if isinstance(record, Refused):
@@ -292,6 +320,7 @@ class Link(_End):
             self._timeout = record.return_timeout
             self.session.beat = min(self.session.beat, self._silence / _BEATS)
             self.is_open = connection.is_open = True
+            self._unconnected = self._unanswered = 0
         elif connection.is_open:
             self.keep(self.session.hear(record, now))
         else:
@@ -322,7 +351,7 @@ class Link(_End):
                 self._connection.socket.send_multipart(encode(closing), zmq.NOBLOCK)
         self._hang_up(_LINGER)
 
-    def _unanswered(self) -> CentralStorageError:
+    def _no_answer(self) -> CentralStorageError:
         if self.is_open:
             return NoAnswerError(f"nothing was heard from the gateway at {self.endpoint} for {self._timeout:g} s")
         return LaunchError(
@@ -353,6 +382,8 @@ class WorkerLink(_End):
         self.role = role
         #: Of the connection; empty while there is none. For this module only.
         self.identity = b""
+        #: Its number. For this module only.
+        self.connection = 0
         #: Whether the peer has not taken earlier messages. For this module only.
         self.is_full = False
         #: The address from which the outpost has connected.
@@ -453,6 +484,8 @@ class Links:
             )
         link = self._links.get(role)
         if link is not None and link.reason is None and link.session.name == record.session:
+            if record.connection < link.connection:  # the network has brought it late
+                raise Fenced("this connection was given up, and there is a later one")
             link.session.resume(record.heard, now)
         elif not record.is_new:
             raise Fenced(f"the gateway knows no such session of {role}: it was started again, or has given it up")
@@ -461,7 +494,7 @@ class Links:
                 self._make_room(link, now)
             link = self._links[role] = WorkerLink(role, Session(record.session, now))
             link.session.beat = min(link.session.beat, self._silence / _BEATS)
-        link.identity, link.is_full, link.node = identity, False, node
+        link.identity, link.connection, link.is_full, link.node = identity, record.connection, False, node
         self._send(identity, encode(LinkOpened(record.session, link.session.heard, self._return_timeout)))
 
     def _make_room(self, link: WorkerLink, now: float) -> None:
@@ -499,6 +532,12 @@ class Links:
             link.identity = b""
         if self._links.get(link.role) is link:
             del self._links[link.role]
+
+
+def _limit(limits: tuple[float, float, float], late: int) -> float:
+    """The seconds of an attempt after ``late`` ones that took too long."""
+    first, longer, longest = limits
+    return min(first + longer * late, longest)
 
 
 def _raised(error: Error) -> CentralStorageError:

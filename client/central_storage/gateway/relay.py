@@ -39,6 +39,9 @@ _complaints = Complaints(_log)
 _QUESTIONS = (messages.Hello, messages.Get, messages.Statistics, messages.Goodbye)
 # A peer that has made no handshake after this time, in milliseconds, is disconnected.
 _HANDSHAKE = 5000
+# Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives, as at the other
+# end: what is sent again over it after a cut of several seconds comes later than over a new connection.
+_UNACKNOWLEDGED = 5000
 # A peer is asked so often for a sign of life, and counts as gone after so long without one, in milliseconds.
 _BEAT, _BEATS = 5000, 15000
 # Messages that ZeroMQ keeps for a peer that does not read, and of one that writes faster than it is answered.
@@ -135,6 +138,7 @@ class Relay:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE),
+            (zmq.TCP_MAXRT, _UNACKNOWLEDGED),
             (zmq.HEARTBEAT_IVL, _BEAT),
             (zmq.HEARTBEAT_TIMEOUT, _BEATS),
             (zmq.MAXMSGSIZE, LIMITS.part_nbytes),

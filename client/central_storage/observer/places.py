@@ -17,6 +17,9 @@ __all__ = ["Place", "place_of"]
 
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
 _UNACKNOWLEDGED = 5000
+# Milliseconds in which TCP must connect, and the longest pause before the next try. What is sent while a network is
+# down is lost, and another try is quicker than the kernel, which repeats it at growing intervals.
+_CONNECTS, _PAUSE = 2000, 500
 
 
 class Place(Protocol):
@@ -95,6 +98,8 @@ class _Elsewhere:
     def protect(self, socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(zmq.IPV6, int(self._is_ipv6))
         socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECTS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _PAUSE)
         protect_client(socket, self._keys)
 
 

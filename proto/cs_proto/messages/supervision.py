@@ -60,9 +60,11 @@ class MakeSegment(Record):
 
 @record(112)
 class OpenSegment(Record):
-    """Any process to supervisor: ask for the segment of that name."""
+    """Any process to supervisor: ask for the segment of that name, of which the first ``stop`` bytes are needed; 0 if
+    that is not known."""
 
     segment: str
+    stop: Count = 0
 
 
 @record(113)

@@ -301,7 +301,7 @@ class SupervisorLink:
         if mapping is None or mapping.nbytes < stop:
             if mapping is not None and not self.may_preserve:
                 self._outgrown.append(mapping)
-            mapping = self._mappings[name] = self._open(name)
+            mapping = self._mappings[name] = self._open(name, stop)
         return mapping
 
     def segment_of(self, array: Array) -> Mapping | RemoteSegment:
@@ -364,9 +364,9 @@ class SupervisorLink:
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
         )
 
-    def _open(self, name: str) -> Mapping | RemoteSegment:
+    def _open(self, name: str, stop: int) -> Mapping | RemoteSegment:
         try:
-            return self._mapped(*self.ask_for_segment(OpenSegment(name)))
+            return self._mapped(*self.ask_for_segment(OpenSegment(name, stop)))
         except TimeoutError as error:
             raise ShutdownError(str(error)) from error
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -232,6 +235,128 @@ def test_a_connection_without_a_sign_of_life_is_made_anew(world: World, monkeypa
         world.until(lambda: not end.waiting)
         assert outpost.received() == [(b"S", [b"held"])]
         assert world.is_alive(outpost, end)
+
+
+def test_a_connection_that_ends_in_the_midst_of_a_message_counts_as_cut(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outpost, end = world.meet()
+    receive, ends = link_module.receive, [zmq.Again()]
+
+    def receive_or_end(*words: Any, **options: Any) -> list[zmq.Frame]:
+        if ends:
+            raise ends.pop()
+        return receive(*words, **options)
+
+    monkeypatch.setattr(link_module, "receive", receive_or_end)
+    before = end.identity
+    assert world.is_alive(outpost, end)
+    assert end.identity != before
+
+
+# ZeroMQ looks at what has become of a connection in every hundredth call that receives.
+MIDST = """
+import sys
+import zmq
+from cs_proto.codec import LIMITS
+from cs_runtime.transport.curve import ServiceKeys, WorkerKeys, ZapHandler, protect_server
+from cs_runtime.transport.multipart import receive
+from cs_runtime.transport.readiness import is_readable
+from central_storage.cluster.link import _Connection
+
+own, gateway = zmq.Context(), zmq.Context()
+keys = ServiceKeys.read(sys.argv[1])
+zap, router = ZapHandler(gateway, keys), gateway.socket(zmq.ROUTER)
+router.setsockopt(zmq.LINGER, 0)
+protect_server(router, keys)
+port = router.bind_to_random_port("tcp://127.0.0.1")
+connection = _Connection(own, f"tcp://127.0.0.1:{port}", WorkerKeys.read(sys.argv[2]), 0.0)
+connection.socket.send(b"hello")
+assert zap.socket.poll(20_000)
+zap.answer()
+name, _ = router.recv_multipart()
+for message in ([b"single"],) * 98 + ([b"first", b"second", b"third"],):
+    router.send_multipart([name, *message])
+assert connection.socket.poll(20_000)
+while is_readable(connection.socket.getsockopt(zmq.FD), 0.3):  # until all have come
+    assert connection.has_input()
+for _ in range(98):
+    assert len(receive(connection.socket, LIMITS, zmq.NOBLOCK)) == 1
+parts = [connection.socket.recv(zmq.NOBLOCK)]
+gateway.destroy(linger=0)
+while connection.news() != "cut":
+    assert connection.events.poll(20_000)
+is_readable(connection.socket.getsockopt(zmq.FD), 0.3)  # what ends it, if anything does, has come
+parts += [connection.socket.recv(zmq.NOBLOCK) for _ in range(2)]
+print(*parts)
+"""
+
+
+def test_a_cut_in_the_midst_of_a_message_does_not_end_the_process(world: World, tmp_path: Path) -> None:
+    there = keys_of(world.keys, tmp_path, "worker-n1")
+    command = [sys.executable, "-c", MIDST, world.keys, there]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=unit(60), check=False)
+    assert (ended.returncode, ended.stdout) == (0, "b'first' b'second' b'third'\n"), ended.stderr
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that TCP may take to connect, in each attempt of an outpost."""
+    made: list[float] = []
+
+    class Counted(link_module._Connection):
+        def __init__(self, context: zmq.Context[Any], endpoint: str, keys: WorkerKeys, deadline: float) -> None:
+            made.append(deadline - time.monotonic())
+            super().__init__(context, endpoint, keys, deadline)
+
+    monkeypatch.setattr(link_module, "_Connection", Counted)
+    return made
+
+
+def turn_until(outpost: Link, condition: Callable[[], object]) -> None:
+    """Let the outpost alone take turns, when it is time."""
+    poll = select.poll()
+    poll.register(outpost.fileno(), select.POLLIN)
+    deadline = time.monotonic() + unit(30)
+    while not condition():
+        assert time.monotonic() < deadline
+        poll.poll(1000 * min(outpost.timeout() or 0.0, unit(30)))
+        outpost.turn()
+
+
+def test_a_connection_that_fails_at_once_is_made_again_soon(
+    world: World, attempts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor of ZeroMQ tells of no event before somebody has asked for one."""
+    monkeypatch.setattr(link_module, "_CONNECTS", (unit(600), 0.0, unit(600)))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+    turn_until(world.outpost(address=address, timeout=unit(600)), lambda: len(attempts) == 4)
+
+
+def test_attempts_in_which_tcp_does_not_connect_in_time_become_longer(
+    world: World, attempts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_CONNECTS", (0.02, 0.02, 0.06))
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as stack:
+        for _ in range(2):  # so many wait in the queue, and what more comes is dropped
+            ahead = stack.enter_context(socket.socket())
+            ahead.setblocking(False)
+            ahead.connect_ex(listener.getsockname())
+        outpost = world.outpost(address=f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout=unit(600))
+        turn_until(outpost, lambda: len(attempts) == 5)
+        assert [round(each, 2) for each in attempts] == [0.02, 0.04, 0.06, 0.06, 0.06]
+
+
+def test_attempts_in_which_nobody_answers_in_time_become_longer(
+    world: World, attempts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_CONNECTS", (unit(20), 0.0, unit(20)))
+    monkeypatch.setattr(link_module, "_ANSWERS", (0.02, unit(300), unit(200)))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        outpost = world.outpost(address=f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=unit(600))
+        turn_until(outpost, lambda: len(attempts) == 2)
+        turn_until(outpost, lambda: unit(100) < (outpost.timeout() or 0.0) < unit(200))
 
 
 def test_the_descriptor_tells_when_there_is_something_to_do(world: World) -> None:
@@ -586,6 +711,21 @@ def test_the_first_answer_may_be_lost() -> None:
     assert list(gateway.links) == [end]
     assert [type(record) for _, record in gateway.sent] == [LinkOpened, Envelope]
     assert numbers(gateway.taken()) == [1]
+
+
+def test_an_opening_that_comes_late_takes_no_place() -> None:
+    """The outpost has given up that connection, but the network still brings what was sent over it."""
+    gateway = Scripted()
+    gateway.hear(OpenLink(PROTOCOL, NAME, True, 0, 1), 0.0)
+    gateway.hear(OpenLink(PROTOCOL, NAME, False, 0, 3), 9.0, b"k")
+    gateway.taken()
+    gateway.hear(OpenLink(PROTOCOL, NAME, False, 0, 2), 9.5, b"j")
+    assert [(name, type(record)) for name, record in gateway.taken()] == [(b"j", Refused)]
+    (end,) = gateway.links
+    end.put(b"S", [b"packet"])
+    gateway.hear(Envelope(NAME, 0, 0, b"", ()), 9.5, b"k")
+    gateway.links.turn(9.5)
+    assert [(name, type(record)) for name, record in gateway.taken()] == [(b"k", Envelope)]
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,13 @@ Mailbox: spins refused
 ShowStacks: replica incarnation
 DeviceChoice: devices parameter_device
 ServiceReport: state since transport processes controllers events restarts max_restarts
+OpenSegment: stop
 ServiceProcess: role rank incarnation pid device state restarts cause node
 ShowLog: follow
 LogLines: lines is_last
 LogLine: time label stream text
 Appoint: client
-OpenLink: protocol session is_new heard
+OpenLink: protocol session is_new heard connection
 LinkOpened: session heard return_timeout
 Envelope: session number heard ends pieces
 CloseLink: session

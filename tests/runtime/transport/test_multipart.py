@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import cast
 
 import pytest
 import zmq
@@ -45,3 +46,28 @@ def test_no_more_is_kept_than_is_needed_to_refuse(
         decode([part.bytes for part in kept], LIMITS)
     following = receive(receiver, LIMITS, is_routed=is_routed)[is_routed:]
     assert [part.bytes for part in following] == [b"next", b"one"]
+
+
+class _Part:
+    more = True
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Cut:
+    """A socket that has lost its connection, and with it all but the first part of a message."""
+
+    def __init__(self) -> None:
+        self._parts = [_Part()]
+
+    def recv(self, flags: int = 0, *, copy: bool) -> _Part:
+        if self._parts:
+            return self._parts.pop()
+        assert flags & zmq.NOBLOCK, "it waits for ever"
+        raise zmq.Again
+
+
+def test_a_part_that_was_lost_is_not_waited_for() -> None:
+    with pytest.raises(zmq.Again):
+        receive(cast("zmq.Socket[bytes]", _Cut()), LIMITS, zmq.NOBLOCK)

@@ -50,6 +50,8 @@ class _Incarnation:
         self.name = b""
         #: What the supervisor said before that.
         self.early: list[Record] = []
+        #: What the service has granted it of the memory that all workers share.
+        self.granted: dict[str, Segment] = {}
         self.memory, self.catalogue = NodeMemory(f"worker {self.rank}"), Catalogue(self.rank)
         self.from_worker = Decoder(LIMITS)
         self.from_server, self.from_peers = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
@@ -167,6 +169,8 @@ class Node:
             return
         memory = self._shared if is_shared(name) else now.memory
         memory.hold(name, segment.reservation)
+        if memory is self._shared:
+            now.granted[name] = segment
         answer = replace(segment, reservation=memory.reservation(name))
         now.peer.send(answer, memory.descriptor(name, writable=segment.writable))
 
@@ -248,11 +252,7 @@ class Node:
         elif now is None or peer is not now.peer:
             self._reception.refuse(peer, f"process {peer.pid} is not the worker of this outpost")
         elif isinstance(record, OpenSegment):
-            if segment_names.is_times(record.segment):
-                error = InvalidArgumentError(f"no step times are kept: {_ELSEWHERE}")
-                peer.send(SegmentRefused(record.segment, as_record(error)))
-            else:
-                self._put(items.SUPERVISOR, encode(record))
+            self._open(now, peer, record)
         elif isinstance(record, MakeMailbox | OpenMailbox):
             number = record.mailbox if isinstance(record, OpenMailbox) else 0
             peer.send(Mailbox(number, False, _ELSEWHERE))
@@ -260,6 +260,19 @@ class Node:
             self._put(items.SUPERVISOR, encode(record))
         else:
             _complaints.warn(peer.pid, "dropped a %s of worker w%d", type(record).__name__, now.rank)
+
+    def _open(self, now: _Incarnation, peer: Peer, record: OpenSegment) -> None:
+        """The worker asks for a segment. It asks again for one in which it has preserved what it had read, which may be
+        in every step. Then the service is asked only if it may have made the segment longer."""
+        name = record.segment
+        granted = now.granted.get(name)
+        if segment_names.is_times(name):
+            error = InvalidArgumentError(f"no step times are kept: {_ELSEWHERE}")
+            peer.send(SegmentRefused(name, as_record(error)))
+        elif granted is not None and 0 < record.stop <= self._shared.reservation(name):
+            self._hand_out(now, granted)
+        else:
+            self._put(items.SUPERVISOR, encode(record))
 
     def _meet(self, peer: Peer, who: Introduce) -> None:
         """A process introduces itself: the worker, or one that has no business here."""
