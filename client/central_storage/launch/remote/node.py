@@ -121,6 +121,7 @@ class Node:
             if now.peer is not None:
                 self._mailroom.forget(now.peer)
                 now.peer.close()
+            self._mailroom.forget(now)
             now.memory.close()
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ class Node:
             self._say_as_server(now, parts)
         elif kind == items.CONTROLLER:
             now.catalogue.learn(now.from_peers.decode(parts[1:]))
-            self._caller(now, bytes(parts[0])).send(parts[1:])
+            self._say_as(now, bytes(parts[0]), parts[1:])
         elif kind == items.COLLEAGUE:
             if (colleague := now.colleagues.get(bytes(parts[0]))) is not None:
                 colleague.send([now.name, *parts[1:]])
@@ -215,8 +216,8 @@ class Node:
             self._server.send([now.name, *parts])
             now.mailboxes.sent(SERVER)
 
-    def _caller(self, now: _Incarnation, peer: bytes) -> Wire:
-        """The socket that stands for one of those that connect to the worker."""
+    def _say_as(self, now: _Incarnation, peer: bytes, parts: Sequence[Buffer]) -> None:
+        """Send a message of one of those that connect to the worker."""
         wire = now.callers.get(peer)
         if wire is None:
             if peer not in now.introduced:
@@ -224,11 +225,19 @@ class Node:
             endpoint = worker_endpoint(self._run_directory, now.rank, now.incarnation)
             made = self._sockets.dealer(endpoint, now.introduced[peer].name, LIMITS)
             wire = now.callers[peer] = self._watched(made)
-        return wire
+            if now.introduced[peer].role == "controller":
+                mailbox = self._mailroom.make(now, "controller", f"w{now.rank}")
+                if (offer := now.mailboxes.offer(peer, *mailbox)) is not None:
+                    wire.send(encode(offer))
+                    now.mailboxes.sent(peer)
+        if not now.mailboxes.post(peer, parts):
+            wire.send(parts)
+            now.mailboxes.sent(peer)
 
     def _forget(self, now: _Incarnation, peer: bytes) -> None:
         now.gone = [each for each in now.gone if each != peer]
         now.introduced.pop(peer, None)
+        now.mailboxes.forget(peer)
         for wire in (now.callers.pop(peer, None), now.colleagues.pop(peer, None)):
             if wire is not None:
                 self._drop(wire)
@@ -257,7 +266,8 @@ class Node:
         for peer, wire in list(now.callers.items()):
             while (parts := wire.take()) is not None:
                 has_spoken = True
-                self._put(items.CONTROLLER, [peer, *parts])
+                now.mailboxes.came(peer, parts)
+                self._hear_mail(now)
         for peer, wire in list(now.colleagues.items()):
             while (parts := wire.take()) is not None:
                 has_spoken = True
@@ -266,15 +276,18 @@ class Node:
         return has_spoken
 
     def _hear_mail(self, now: _Incarnation) -> bool:
-        """Put what the worker has said to the server, in order. False if there was nothing."""
+        """Put what the worker has said to the server and to those that connect to it, to each in order. False if there
+        was nothing."""
         has_spoken = False
         while (found := now.mailboxes.take()) is not None:
             has_spoken = True
             peer, parts = found
             if isinstance(parts, Mark):  # it was told that none is taken
                 _complaints.warn(peer, "dropped a mark of worker w%d", now.rank)
-            else:
+            elif peer == SERVER:
                 self._pass_up(now, items.SERVER, parts)
+            elif peer in now.callers:  # else it has gone
+                self._pass_up(now, items.CONTROLLER, parts, [peer])
         return has_spoken
 
     def _accept(self, now: _Incarnation, offer: messages.Offer) -> None:
@@ -290,8 +303,11 @@ class Node:
         except PeerProtocolError as error:
             _complaints.warn(kind, "dropped a malformed message of worker w%d: %s", now.rank, error)
             return
-        if isinstance(record, messages.Offer):
+        if isinstance(record, messages.Offer) and not label:
             self._accept(now, record)
+            return
+        if isinstance(record, messages.MailboxAccepted) and label:
+            now.mailboxes.taken(bytes(label[0]), record)
             return
         now.catalogue.learn(record)
         if not now.catalogue.is_repeated(record):
@@ -319,7 +335,7 @@ class Node:
             _complaints.warn(peer.pid, "dropped a %s of worker w%d", type(record).__name__, now.rank)
 
     def _hand_out_mailbox(self, peer: Peer, request: MakeMailbox | OpenMailbox) -> None:
-        """The worker asks for a mailbox to the server. It was offered none."""
+        """The worker asks for a mailbox to the server, or for the one that this process has offered it."""
         if isinstance(request, MakeMailbox):
             mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
         else:
