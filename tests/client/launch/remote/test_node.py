@@ -186,9 +186,14 @@ def outpost(shared: NodeMemory) -> Iterator[Outpost]:
             node.turn()
 
         worker = Worker(path, turn)
-        worker.do(lambda: worker.channel.offer_mailbox(SERVER, "server"))
-        worker.channel.send(SERVER, question(100))  # comes with the Offer, and counts
-        worker.until(lambda: worker.channel.mailboxes.number(SERVER) == 1 and len(put) == 1)
+        made: list[tuple[messages.Mailbox, list[int]]] = []
+        worker.do(lambda: made.append(worker.link.mailbox(messages.MakeMailbox("server"))))
+        offer = worker.channel.mailboxes.offer(SERVER, *made[0])
+        assert offer is not None
+        worker.channel.send(SERVER, encode(offer))
+        for number in range(100, 150):  # some of them come with the Offer, and all count
+            worker.channel.send(SERVER, question(number))
+        worker.until(lambda: worker.channel.mailboxes.number(SERVER) == 1 and len(put) == 50)
         put.clear()
         yield Outpost(loop, node, worker, put)
         worker.channel.close()
