@@ -26,9 +26,12 @@ from cs_proto.records import Buffer, Record, replace
 from cs_runtime.logs import Complaints
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.mailboxes import Mailboxes
+from cs_runtime.transport.rings import Mark
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from . import items
+from .doorbells import Doorbells
 from .memory import PIECE_NBYTES, HeadMemory, Piece
 from .mirror import Copy, Mirror
 from .ranges import Catalogue, for_node, joined, outside
@@ -69,8 +72,6 @@ _OF_HOLDERS = (
     messages.AssignSlot,
     messages.Configure,
 )
-# What it answers to those that connect to it.
-_ANSWERS = (messages.Refused, messages.MailboxAccepted)
 
 
 def checked(record: Record, rank: int, incarnation: int) -> Record:
@@ -130,6 +131,9 @@ class StandIn:
         self._waiting = waiting
         self._hears_server = True
         self._sockets = Sockets(loop.context)
+        # Those of the script with the worker, of which this is the end.
+        self._doorbells = Doorbells(loop.watch, loop.unwatch)
+        self._mailboxes: Mailboxes[bytes] = Mailboxes(self._doorbells, 0.0)
         self._catalogue, self._mirror = Catalogue(self.rank), Mirror(copy)
         self._memory = HeadMemory(self.rank, self._mapped)
         self._words: dict[str, np.ndarray] = {}
@@ -167,10 +171,17 @@ class StandIn:
             for wire in self._wires:
                 if wire is not self._server or self._hears_server:
                     self._loop.unwatch(wire.socket)
+            self._forget_mailboxes()
             self._drop()
 
     def turn(self) -> None:
-        """Hear the server again once the outpost has taken most of what waited."""
+        """Hear what has come by mailbox, and the server again once the outpost has taken most of what waited. The loop
+        may wait then."""
+        if self._mailboxes:
+            self._doorbells.woken(self._mailboxes)
+            while self._mailboxes.is_there():
+                self._hear_mail()
+            self._hear_waiting()
         if not self._hears_server and self._waiting() < _MOST_WAITING:
             self._hears_server = True
             self._loop.watch(self._server.socket, self._guarded(self._hear_server))
@@ -233,11 +244,16 @@ class StandIn:
 
     def _answer(self, peer: bytes, parts: Sequence[Buffer]) -> None:
         record = decode(parts, LIMITS)
-        if not isinstance(record, _ANSWERS):
+        if not isinstance(record, messages.Refused):
             raise PeerProtocolError(f"a worker of another machine sent {peer!r:.40} a {type(record).__name__}")
+        self._say(peer, parts)
+
+    def _say(self, peer: bytes, parts: Sequence[Buffer]) -> None:
+        """Send a message to one of those that connect to the worker."""
         who = self._link.peers.get(peer)
-        if who is not None:  # else it has gone
+        if who is not None and not self._mailboxes.post(peer, parts):  # None: it has gone
             self._router.send([who.name, *parts])
+            self._mailboxes.sent(peer)
 
     def _tell_colleague(self, peer: bytes, parts: Sequence[Buffer]) -> None:
         record = self._from_worker.decode(parts)
@@ -293,9 +309,27 @@ class StandIn:
                 _complaints.warn(b"", "dropped a message of a process that the supervisor has not introduced")
                 continue
             self._hear_supervisor()  # the outpost must know the sender first
-            if peer not in self._link.peers:  # it has died
-                continue
-            self._pass_down(items.CONTROLLER, self._from_peers, parts[1:], [peer])
+            self._mailboxes.came(peer, parts[1:])
+            self._hear_mail()  # before the next one: if it offers a mailbox, that counts all that follow
+
+    def _hear_mail(self) -> None:
+        """Hear those that connect to the worker, each in the order in which it spoke."""
+        while (found := self._mailboxes.take()) is not None:
+            peer, parts = found
+            if peer in self._link.peers and not isinstance(parts, Mark):  # else it has died; nobody leaves a mark here
+                self._pass_down(items.CONTROLLER, self._from_peers, parts, [peer])
+
+    def _accept(self, peer: bytes, offer: messages.Offer) -> None:
+        """The script offers the worker a mailbox. There is one script at a time."""
+        if offer.mailbox == self._mailboxes.number(peer):
+            return
+        self._forget_mailboxes()
+        opened = self._link.mailbox(messages.OpenMailbox(offer.mailbox))
+        self._say(peer, encode(self._mailboxes.open(peer, *opened)))
+
+    def _forget_mailboxes(self) -> None:
+        for peer in self._mailboxes.peers():
+            self._mailboxes.forget(peer)
 
     def _hear_server(self) -> None:
         for _ in range(_AT_ONCE):
@@ -320,9 +354,13 @@ class StandIn:
         except PeerProtocolError as error:
             _complaints.warn(kind, "dropped a malformed message for worker w%d: %s", self.rank, error)
             return
-        passed = for_node(record)
         who = self._link.peers.get(bytes(label[0])) if kind == items.CONTROLLER else None
-        self._bring(record, is_of_script=who is not None and who.role == "controller")
+        is_of_script = who is not None and who.role == "controller"
+        if is_of_script and isinstance(record, messages.Offer):
+            self._accept(bytes(label[0]), record)
+            return
+        passed = for_node(record)
+        self._bring(record, is_of_script=is_of_script)
         self._put(kind, [*label, *(parts if passed is record else encode(passed, BULK_LIMITS))])
 
     def _bring(self, record: Record, *, is_of_script: bool) -> None:

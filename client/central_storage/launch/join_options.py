@@ -73,7 +73,14 @@ def join(options: argparse.Namespace, address: Callable[[], str]) -> int:
         from cs_runtime.transport.curve import WorkerKeys
 
         keys = WorkerKeys.read(options.keys)
-        return hold(options.join, keys, options.devices, options.run_directory, options.start_timeout)
+        return hold(
+            options.join,
+            keys,
+            options.devices,
+            options.run_directory,
+            options.start_timeout,
+            mailboxes=options.mailboxes == "on",
+        )
     chosen = _devices(options.devices)
     if len(chosen) > 1:
         raise ConfigurationError(
@@ -87,17 +94,28 @@ def join(options: argparse.Namespace, address: Callable[[], str]) -> int:
     return join_here(run_directory, command_of, options.start_timeout)
 
 
-def hold(endpoint: str, keys: WorkerKeys, devices: str | None, run_directory: str | None, start_timeout: float) -> int:
+def hold(
+    endpoint: str,
+    keys: WorkerKeys,
+    devices: str | None,
+    run_directory: str | None,
+    start_timeout: float,
+    *,
+    mailboxes: bool,
+) -> int:
     """Run a worker on each of ``devices``, of the service behind ``endpoint``, until they are released, in
-    ``run_directory`` or a new one; the exit code. Raises ConfigurationError and DeviceError for ``devices`` that this
-    machine does not have, and as :func:`central_storage.launch.remote.outpost.hold`."""
+    ``run_directory`` or a new one; the exit code. Without ``mailboxes``, all their messages go over ZeroMQ.
+
+    Raises ConfigurationError and DeviceError for ``devices`` that this machine does not have, and as
+    :func:`central_storage.launch.remote.outpost.hold`."""
     chosen = _devices(devices)
     from .remote.outpost import hold as hold_outpost  # it imports NumPy, as above
 
     with ExitStack() as undo:
         places = _run_directories(run_directory, len(chosen), undo)
         commands = _commands(devices, chosen, places)
-        return hold_outpost(endpoint, keys, list(zip(places, commands, strict=True)), start_timeout)
+        held = list(zip(places, commands, strict=True))
+        return hold_outpost(endpoint, keys, held, start_timeout, mailboxes=mailboxes)
 
 
 def _run_directories(path: str | None, count: int, undo: ExitStack) -> list[str]:

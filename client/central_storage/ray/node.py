@@ -13,6 +13,7 @@ import sys
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from central_storage.launch.foreground import START_FAILED
 from central_storage.launch.join_options import hold
+from central_storage.launch.supervisor.mailboxes import mailboxes_by_default
 from cs_proto.errors import CentralStorageError
 from cs_proto.printable import printable
 from cs_runtime.transport.curve import WorkerKeys, key_pair
@@ -38,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     told = json.loads(line)
     keys = WorkerKeys(f"{told['name']}.key_secret", public, secret, told["service_key"].encode())
     try:
-        return hold(told["endpoint"], keys, options.devices, None, _TIMEOUT)
+        is_on = mailboxes_by_default() == "on"
+        return hold(told["endpoint"], keys, options.devices, None, _TIMEOUT, mailboxes=is_on)
     except CentralStorageError as error:
         print(printable(f"cs-launch: error: {error}", lines=True), flush=True)
         return START_FAILED

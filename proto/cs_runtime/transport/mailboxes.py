@@ -48,14 +48,22 @@ class Mailbox:
     """One end of a mailbox. Used by one thread."""
 
     def __init__(
-        self, number: int, memory: memoryview, doorbells: Sequence[int], *, is_maker: bool, spins: bool
+        self,
+        number: int,
+        memory: memoryview,
+        doorbells: Sequence[int],
+        *,
+        is_maker: bool,
+        spins: bool,
+        takes_marks: bool = True,
     ) -> None:
         """``memory`` has :data:`NBYTES`. ``doorbells`` are the eventfds of the maker and of the opener; they do not
-        block, and this object owns them from now on."""
+        block, and this object owns them from now on. ``takes_marks`` tells whether the other end does."""
         rings = (memory[: NBYTES // 2], memory[NBYTES // 2 : NBYTES])
         here, there = doorbells
         self.number = number
         self.spins = spins
+        self._takes_marks = takes_marks
         #: Whether the owner looks for the next mark itself, so that it is no mail.
         self.keeps_marks = False
         #: How often the doorbell at the other end was rung.
@@ -84,7 +92,7 @@ class Mailbox:
 
     def mark(self, number: int, body: Buffer = b"") -> bool:
         """Leave a mark; :meth:`ring` wakes its reader. False if it has to be sent as a message."""
-        return bool(self._sent) and self.outgoing.mark(number, body)
+        return self._takes_marks and bool(self._sent) and self.outgoing.mark(number, body)
 
     def ring(self) -> None:
         """Wake the reader if it sleeps. A fence must come first."""
@@ -279,7 +287,14 @@ class Mailboxes(Generic[K]):
             for doorbell in doorbells:
                 os.close(doorbell)
             return f"its memory cannot be mapped ({error.strerror})"
-        return Mailbox(mailbox.mailbox, mapping.memory, doorbells, is_maker=is_maker, spins=mailbox.spins)
+        return Mailbox(
+            mailbox.mailbox,
+            mapping.memory,
+            doorbells,
+            is_maker=is_maker,
+            spins=mailbox.spins,
+            takes_marks=not mailbox.is_passed_on,
+        )
 
     def _add(self, peer: K, box: Mailbox) -> None:
         """Replace the mailbox with ``peer``. Messages that are left in the old one count as received."""

@@ -152,7 +152,7 @@ Interrupt: replica
 MadeProgress: incarnation
 Kill: replica incarnation reason
 ClientGone: client
-Mailbox: spins refused
+Mailbox: spins refused is_passed_on
 ShowStacks: replica incarnation
 DeviceChoice: devices parameter_device
 ServiceReport: state since transport processes controllers events restarts max_restarts

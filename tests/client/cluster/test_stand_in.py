@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.examples import examples
-from tests.harness.processes import start
+from tests.harness.processes import MAILBOXES, start
 from tests.harness.record_strategies import records
 from tests.harness.timing import unit
 
@@ -24,9 +24,10 @@ from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, PACKET_NBYTES, Decoder, decode, encode
 from cs_proto.descriptors import Array, Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
-from cs_proto.peers import server_endpoint
+from cs_proto.peers import server_endpoint, worker_endpoint
 from cs_proto.records import RECORDS, Buffer, Record, altered
 from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.supervisor_link import SupervisorLink, peer_of
 
 WORKERS = {
@@ -120,26 +121,103 @@ def failed(error: CentralStorageError) -> None:
     raise error
 
 
-def test_only_the_script_has_changed_what_a_worker_has_brought(run_directory: str) -> None:
+class Introduced:
+    """A stand-in, and a script that the service has introduced to it."""
+
+    def __init__(self, run_directory: str) -> None:
+        gateway = self.gateway = Gateway()
+        self._launcher = supervisor_link.connect(run_directory)
+        self._launcher.sendall(b"".join(encode(messages.Join(messages.PROTOCOL, os.getpid()))))
+        joined = decode([self._launcher.recv(PACKET_NBYTES)])
+        assert isinstance(joined, messages.Joined)
+        stand_in = self.stand_in = StandIn(
+            gateway, run_directory, joined, lambda *item: gateway.put.append(item), lambda: 0, failed
+        )
+        script = self.script = SupervisorLink(supervisor_link.connect(run_directory), "controller")
+        script.await_name()
+        stand_in.pass_on(items.SUPERVISOR, encode(messages.Ready()))
+        worker = messages.Worker(joined.rank, joined.incarnation, os.getpid(), "cpu:0")
+        stand_in.pass_on(items.SERVER, encode(messages.Register(messages.PROTOCOL, worker)))
+        gateway.turn_until(lambda: gateway.has_put(messages.Registered))
+        server = self._server = gateway.context.socket(zmq.DEALER)
+        server.setsockopt(zmq.IDENTITY, script.name)
+        server.connect(server_endpoint(run_directory))
+        server.send_multipart(encode(messages.Hello(messages.PROTOCOL, "controller", script.client, os.getpid())))
+        peer = self.peer = peer_of(
+            messages.Introduce(messages.PROTOCOL, "controller", 0, 1, os.getpid(), script.client)
+        )
+        gateway.turn_until(lambda: peer in stand_in._link.peers)
+
+    def close(self) -> None:
+        self.stand_in.close()
+        self.script.close()
+        self._launcher.close()
+        self.gateway.context.destroy(linger=0)
+
+
+@pytest.fixture
+def introduced(run_directory: str) -> Iterator[Introduced]:
+    made = Introduced(run_directory)
+    yield made
+    made.close()
+
+
+@pytest.mark.skipif(not MAILBOXES, reason="without mailboxes")
+def test_what_the_script_says_by_mailbox_is_passed_on_in_order(introduced: Introduced, run_directory: str) -> None:
+    gateway, stand_in, worker = introduced.gateway, introduced.stand_in, b"w0"
+    quiet = os.eventfd(0, os.EFD_CLOEXEC)
+    script = Channel(
+        introduced.script,
+        quiet,
+        lambda *what: None,
+        lambda peer, parts: decode(parts),
+        linger=0,
+        patience=0.0,
+        on_wake=lambda: None,
+        rings_late=True,
+    )
+    script.connect(worker, worker_endpoint(run_directory, 0, 1))
+    gateway.put.clear()
+    watched = len(gateway._watched)
+    script.offer_mailbox(worker, "w0")
+    script.send(worker, encode(messages.Cancel((40,))))  # comes with the Offer, and counts
+
+    def is_open() -> bool:
+        stand_in.turn()
+        script.receive(0.01)
+        return script.mailboxes.number(worker) > 0
+
+    gateway.turn_until(is_open)
+    assert len(gateway._watched) == watched + 1
+    before = script.mailboxes.posted
+    for number in range(1, 31):  # they do not all fit
+        arguments = bytes(50_000 if number % 3 else 10)
+        script.send(worker, encode(messages.Run((number,), 0, 0, 7, bytes(16), None, True, arguments, ())))
+    script.mailboxes.ring()
+    assert 2 < script.mailboxes.posted - before < 30
+
+    def passed_on() -> list[Record]:
+        stand_in.turn()
+        return [decode(parts[1:]) for item, parts in gateway.put if item == items.CONTROLLER]
+
+    gateway.turn_until(lambda: len(passed_on()) == 31)
+    assert passed_on()[0] == messages.Cancel((40,))
+    assert [each.run for each in passed_on() if isinstance(each, messages.Run)] == [(n,) for n in range(1, 31)]
+    script.send(worker, encode(messages.Cancel((30,))))  # it is killed before it rings
+    stand_in.turn()
+    assert passed_on()[-1] == messages.Cancel((30,))
+    stand_in.close()
+    assert not gateway._watched
+    box = script.mailboxes.box(worker)
+    assert box is not None
+    assert box.has_left
+    script.close()
+    os.close(quiet)
+
+
+def test_only_the_script_has_changed_what_a_worker_has_brought(introduced: Introduced) -> None:
     """What a server that was started again says twice brings no older bytes over newer ones."""
-    gateway = Gateway()
-    launcher = supervisor_link.connect(run_directory)
-    launcher.sendall(b"".join(encode(messages.Join(messages.PROTOCOL, os.getpid()))))
-    joined = decode([launcher.recv(PACKET_NBYTES)])
-    assert isinstance(joined, messages.Joined)
-    stand_in = StandIn(gateway, run_directory, joined, lambda *item: gateway.put.append(item), lambda: 0, failed)
-    script = SupervisorLink(supervisor_link.connect(run_directory), "controller")
-    script.await_name()
-    stand_in.pass_on(items.SUPERVISOR, encode(messages.Ready()))
-    worker = messages.Worker(joined.rank, joined.incarnation, os.getpid(), "cpu:0")
-    stand_in.pass_on(items.SERVER, encode(messages.Register(messages.PROTOCOL, worker)))
-    gateway.turn_until(lambda: gateway.has_put(messages.Registered))
-    server = gateway.context.socket(zmq.DEALER)
-    server.setsockopt(zmq.IDENTITY, script.name)
-    server.connect(server_endpoint(run_directory))
-    server.send_multipart(encode(messages.Hello(messages.PROTOCOL, "controller", script.client, os.getpid())))
-    peer = peer_of(messages.Introduce(messages.PROTOCOL, "controller", 0, 1, os.getpid(), script.client))
-    gateway.turn_until(lambda: peer in stand_in._link.peers)
+    gateway, stand_in, peer = introduced.gateway, introduced.stand_in, introduced.peer
 
     def brought(kind: bytes, record: Record, *label: bytes) -> list[tuple[int, int]]:
         """The parts of the worker's arena that are brought before ``record``."""
@@ -155,7 +233,3 @@ def test_only_the_script_has_changed_what_a_worker_has_brought(run_directory: st
     assert brought(items.SERVER, merged) == [(4096, 904), (6000, 1096)]
     run = messages.Run((1,), 0, 0, 7, bytes(16), None, True, array, ())
     assert brought(items.CONTROLLER, run, peer) == [(4096, 3000)]
-    stand_in.close()
-    script.close()
-    launcher.close()
-    gateway.context.destroy(linger=0)

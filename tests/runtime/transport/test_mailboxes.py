@@ -291,6 +291,15 @@ def test_another_in_its_place(ends: Ends) -> None:
     assert ends.here.number("there") == ends.there.number("here") == 8
 
 
+def test_who_passes_mail_on_is_left_no_mark(ends: Ends) -> None:
+    made = os.memfd_create("mailbox"), *(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
+    os.ftruncate(made[0], NBYTES)
+    ends.there.open("here", messages.Mailbox(7, True, "", is_passed_on=True), made)
+    ends.there.sent("here")
+    assert not ends.there.mark("here", 5)
+    assert ends.there.post("here", [b"message"])
+
+
 def test_too_large_goes_elsewhere(ends: Ends) -> None:
     ends.shake_hands()
     assert not ends.here.post("there", [b"x" * (NBYTES // 4)])

@@ -13,21 +13,26 @@ import os
 from collections.abc import Callable, Sequence
 
 from central_storage.cluster import items
+from central_storage.cluster.doorbells import Doorbells
 from central_storage.cluster.memory import NodeMemory, is_shared
 from central_storage.cluster.ranges import Catalogue
 from central_storage.cluster.sockets import Sockets, Wire
+from central_storage.launch.memory import Memfd
 from central_storage.launch.supervisor.children import Child
 from central_storage.launch.supervisor.connections import Peer
 from central_storage.launch.supervisor.introductions import new_name
 from central_storage.launch.supervisor.loop import Loop
+from central_storage.launch.supervisor.mailboxes import Mailroom, why_no_mailboxes
 from central_storage.launch.supervisor.reception import Reception, as_record
 from cs_proto import messages, segment_names
 from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS, Decoder, decode, encode
 from cs_proto.errors import InvalidArgumentError, LaunchError, PeerProtocolError
-from cs_proto.messages import Introduce, Joined, Mailbox, MakeMailbox, OpenMailbox, OpenSegment, Segment, SegmentRefused
-from cs_proto.peers import HOLDER, server_endpoint, worker_endpoint
+from cs_proto.messages import Introduce, Joined, MakeMailbox, OpenMailbox, OpenSegment, Segment, SegmentRefused
+from cs_proto.peers import HOLDER, SERVER, server_endpoint, worker_endpoint
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime.logs import Complaints
+from cs_runtime.transport.mailboxes import Mailboxes
+from cs_runtime.transport.rings import Mark
 
 __all__ = ["Node", "wake"]
 
@@ -42,7 +47,7 @@ _GONE_CLIENTS = 8
 class _Incarnation:
     """What belongs to one worker process and ends with it."""
 
-    def __init__(self, assigned: Joined, child: Child) -> None:
+    def __init__(self, assigned: Joined, child: Child, doorbells: Doorbells) -> None:
         self.child = child
         self.rank, self.incarnation = assigned.rank, assigned.incarnation
         #: The worker's connection to its supervisor, and its name; None and empty before it has introduced itself.
@@ -60,21 +65,38 @@ class _Incarnation:
         #: The sockets that stand for them: of those that connect to the worker, and of those to which it connects.
         self.callers: dict[bytes, Wire] = {}
         self.colleagues: dict[bytes, Wire] = {}
+        #: The mailboxes with the worker, by the process at whose other end this one stands.
+        self.mailboxes: Mailboxes[bytes] = Mailboxes(doorbells, 0.0)
         #: Clients that have gone, the last one last.
         self.gone: list[bytes] = []
+
+    def close_mailboxes(self) -> None:
+        """Close them, and wait for none of them any more."""
+        for peer in self.mailboxes.peers():
+            self.mailboxes.forget(peer)
+        self.mailboxes.close()
 
 
 class Node:
     """The surroundings of one worker of an outpost, from one incarnation to the next."""
 
     def __init__(
-        self, loop: Loop, run_directory: str, put: Callable[[bytes, Sequence[Buffer]], None], shared: NodeMemory
+        self,
+        loop: Loop,
+        run_directory: str,
+        put: Callable[[bytes, Sequence[Buffer]], None],
+        shared: NodeMemory,
+        *,
+        mailboxes: bool = True,
     ) -> None:
-        """``put`` puts an item for the gateway. ``shared`` is the memory of all workers of the outpost. Nothing is
-        opened yet."""
+        """``put`` puts an item for the gateway. ``shared`` is the memory of all workers of the outpost. Without
+        ``mailboxes``, all messages go over ZeroMQ. Nothing is opened yet."""
         self._loop, self._run_directory, self._put, self._shared = loop, run_directory, put, shared
         self._reception = Reception(loop, self._record, self._gone, lambda peer: False, lambda what: None)
         self._sockets = Sockets()
+        run, why_none = os.path.basename(run_directory).removeprefix("cs-"), why_no_mailboxes(Memfd(), wanted=mailboxes)
+        self._mailroom = Mailroom(run, why_none, is_passed_on=True)
+        self._doorbells = Doorbells(loop.on_readable, loop.forget)
         self._server: Wire | None = None
         self._now: _Incarnation | None = None
 
@@ -89,7 +111,7 @@ class Node:
     def begin(self, assigned: Joined, child: Child) -> None:
         """``child`` is the worker now."""
         self.end()
-        self._now = _Incarnation(assigned, child)
+        self._now = _Incarnation(assigned, child, self._doorbells)
 
     def end(self) -> None:
         """The worker has ended: what belongs to it is dropped. Idempotent."""
@@ -97,13 +119,17 @@ class Node:
         if now is not None:
             for wire in (*now.callers.values(), *now.colleagues.values()):
                 self._drop(wire)
+            now.close_mailboxes()
             if now.peer is not None:
+                self._mailroom.forget(now.peer)
                 now.peer.close()
+            self._mailroom.forget(now)
             now.memory.close()
 
     def close(self) -> None:
         """Close everything. Idempotent."""
         self.end()
+        self._mailroom.close()
         if not self._reception.is_closed:
             self._reception.close()
             if self._server is not None:
@@ -129,11 +155,10 @@ class Node:
             self._heed(now, decode(parts))
         elif kind == items.SERVER:
             now.catalogue.learn(now.from_server.decode(parts))
-            assert self._server is not None
-            self._server.send([now.name, *parts])
+            self._say_as_server(now, parts)
         elif kind == items.CONTROLLER:
             now.catalogue.learn(now.from_peers.decode(parts[1:]))
-            self._caller(now, bytes(parts[0])).send(parts[1:])
+            self._say_as(now, bytes(parts[0]), parts[1:])
         elif kind == items.COLLEAGUE:
             if (colleague := now.colleagues.get(bytes(parts[0]))) is not None:
                 colleague.send([now.name, *parts[1:]])
@@ -189,8 +214,14 @@ class Node:
         elif not isinstance(record, Introduce):
             now.early.append(record)
 
-    def _caller(self, now: _Incarnation, peer: bytes) -> Wire:
-        """The socket that stands for one of those that connect to the worker."""
+    def _say_as_server(self, now: _Incarnation, parts: Sequence[Buffer]) -> None:
+        if not now.mailboxes.post(SERVER, parts):
+            assert self._server is not None
+            self._server.send([now.name, *parts])
+            now.mailboxes.sent(SERVER)
+
+    def _say_as(self, now: _Incarnation, peer: bytes, parts: Sequence[Buffer]) -> None:
+        """Send a message of one of those that connect to the worker."""
         wire = now.callers.get(peer)
         if wire is None:
             if peer not in now.introduced:
@@ -198,11 +229,19 @@ class Node:
             endpoint = worker_endpoint(self._run_directory, now.rank, now.incarnation)
             made = self._sockets.dealer(endpoint, now.introduced[peer].name, LIMITS)
             wire = now.callers[peer] = self._watched(made)
-        return wire
+            if now.introduced[peer].role == "controller":
+                mailbox = self._mailroom.make(now, "controller", f"w{now.rank}")
+                if (offer := now.mailboxes.offer(peer, *mailbox)) is not None:
+                    wire.send(encode(offer))
+                    now.mailboxes.sent(peer)
+        if not now.mailboxes.post(peer, parts):
+            wire.send(parts)
+            now.mailboxes.sent(peer)
 
     def _forget(self, now: _Incarnation, peer: bytes) -> None:
         now.gone = [each for each in now.gone if each != peer]
         now.introduced.pop(peer, None)
+        now.mailboxes.forget(peer)
         for wire in (now.callers.pop(peer, None), now.colleagues.pop(peer, None)):
             if wire is not None:
                 self._drop(wire)
@@ -210,21 +249,29 @@ class Node:
     # --- from the worker ----------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Put what the worker has said. False if there was nothing."""
-        if not self._sockets.have_input():  # asked without a worker, too: otherwise their descriptors stay readable
-            return False
-        now = self._now
+        """Put what the worker has said. False if there was nothing; then the loop may wait."""
+        # asked without a worker, too: otherwise their descriptors stay readable
+        has_input, now = self._sockets.have_input(), self._now
         if now is None or self._server is None:
             return False
+        self._doorbells.woken(now.mailboxes)
+        has_spoken = has_input and self._hear_sockets(now, self._server)
+        has_spoken |= self._hear_mail(now)
+        return has_spoken or now.mailboxes.is_there()
+
+    def _hear_sockets(self, now: _Incarnation, server: Wire) -> bool:
+        """Take what has come over ZeroMQ. False if that was nothing of the worker."""
         has_spoken = False
-        while (parts := self._server.take()) is not None:
+        while (parts := server.take()) is not None:
             has_spoken = True
             if bytes(parts[0]) == now.name:
-                self._pass_up(now, items.SERVER, parts[1:])
+                now.mailboxes.came(SERVER, parts[1:])
+                self._hear_mail(now)  # before the next one: if it offers a mailbox, that counts all that follow
         for peer, wire in list(now.callers.items()):
             while (parts := wire.take()) is not None:
                 has_spoken = True
-                self._put(items.CONTROLLER, [peer, *parts])
+                now.mailboxes.came(peer, parts)
+                self._hear_mail(now)
         for peer, wire in list(now.colleagues.items()):
             while (parts := wire.take()) is not None:
                 has_spoken = True
@@ -232,12 +279,39 @@ class Node:
                     self._pass_up(now, items.COLLEAGUE, parts[1:], [peer])
         return has_spoken
 
+    def _hear_mail(self, now: _Incarnation) -> bool:
+        """Put what the worker has said to the server and to those that connect to it, to each in order. False if there
+        was nothing."""
+        has_spoken = False
+        while (found := now.mailboxes.take()) is not None:
+            has_spoken = True
+            peer, parts = found
+            if isinstance(parts, Mark):  # it was told that none is taken
+                _complaints.warn(peer, "dropped a mark of worker w%d", now.rank)
+            elif peer == SERVER:
+                self._pass_up(now, items.SERVER, parts)
+            elif peer in now.callers:  # else it has gone
+                self._pass_up(now, items.CONTROLLER, parts, [peer])
+        return has_spoken
+
+    def _accept(self, now: _Incarnation, offer: messages.Offer) -> None:
+        """The worker offers the server a mailbox."""
+        if offer.mailbox != now.mailboxes.number(SERVER):
+            opened = self._mailroom.open("server", offer.mailbox)
+            self._say_as_server(now, encode(now.mailboxes.open(SERVER, *opened)))
+
     def _pass_up(self, now: _Incarnation, kind: bytes, parts: Sequence[Buffer], label: Sequence[Buffer] = ()) -> None:
         """Put a message of the worker, behind the bytes that it stands for."""
         try:
             record = (now.from_worker if kind == items.SERVER else now.from_peers).decode(parts)
         except PeerProtocolError as error:
             _complaints.warn(kind, "dropped a malformed message of worker w%d: %s", now.rank, error)
+            return
+        if isinstance(record, messages.Offer) and not label:
+            self._accept(now, record)
+            return
+        if isinstance(record, messages.MailboxAccepted) and label:
+            now.mailboxes.taken(bytes(label[0]), record)
             return
         now.catalogue.learn(record)
         if not now.catalogue.is_repeated(record):
@@ -254,8 +328,7 @@ class Node:
         elif isinstance(record, OpenSegment):
             self._open(now, peer, record)
         elif isinstance(record, MakeMailbox | OpenMailbox):
-            number = record.mailbox if isinstance(record, OpenMailbox) else 0
-            peer.send(Mailbox(number, False, _ELSEWHERE))
+            self._hand_out_mailbox(peer, record)
         elif isinstance(record, messages.Ready | messages.MadeProgress):
             self._put(items.SUPERVISOR, encode(record))
         else:
@@ -273,6 +346,14 @@ class Node:
             self._hand_out(now, granted)
         else:
             self._put(items.SUPERVISOR, encode(record))
+
+    def _hand_out_mailbox(self, peer: Peer, request: MakeMailbox | OpenMailbox) -> None:
+        """The worker asks for a mailbox to the server, or for the one that this process has offered it."""
+        if isinstance(request, MakeMailbox):
+            mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
+        else:
+            mailbox, descriptors = self._mailroom.open(peer.label, request.mailbox)
+        peer.send(mailbox, *descriptors)
 
     def _meet(self, peer: Peer, who: Introduce) -> None:
         """A process introduces itself: the worker, or one that has no business here."""

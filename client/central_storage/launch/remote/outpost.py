@@ -40,9 +40,12 @@ Place = tuple[str, Callable[[Joined], Command]]
 _SAY_AFTER = 4.0
 
 
-def hold(endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout: float) -> int:
+def hold(
+    endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout: float, *, mailboxes: bool = True
+) -> int:
     """Run workers of the service behind ``endpoint``, one in each of ``places``, until the service ends or releases
-    them. A worker that dies is started again when the service asks for that.
+    them. A worker that dies is started again when the service asks for that. Without ``mailboxes``, all messages of the
+    workers go over ZeroMQ.
 
     Returns the exit code: 0 after SIGTERM or Ctrl-C, or if the service ended in order, 4 otherwise. Raises LaunchError
     if no service answers within ``start_timeout`` seconds or if it has no place for one of the workers, and
@@ -50,11 +53,13 @@ def hold(endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout
     """
     open_files.raise_limit()
     heap.keep_freed_blocks()
-    return _Outpost(endpoint, keys, places, start_timeout).run()
+    return _Outpost(endpoint, keys, places, start_timeout, mailboxes).run()
 
 
 class _Outpost:
-    def __init__(self, endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout: float) -> None:
+    def __init__(
+        self, endpoint: str, keys: WorkerKeys, places: Sequence[Place], start_timeout: float, mailboxes: bool
+    ) -> None:
         self._endpoint, self._keys, self._start_timeout = endpoint, keys, start_timeout
         self._terminal = Terminal()
         self._loop = self._terminal.loop
@@ -73,6 +78,7 @@ class _Outpost:
                 partial(self._put_of, number),
                 self._shared,
                 lambda: self._link is None,
+                mailboxes=mailboxes,
             )
             for number, place in enumerate(places)
         ]

@@ -37,12 +37,14 @@ class Seat(WorkerLauncher):
         put: Put,
         shared: NodeMemory,
         is_cut_off: Callable[[], bool],
+        *,
+        mailboxes: bool,
     ) -> None:
         """``shared`` is the memory of all workers of the outpost. ``is_cut_off`` tells whether the link is gone, so
-        nobody can be told of the end of the worker."""
+        nobody can be told of the end of the worker. ``mailboxes`` is as for :class:`.node.Node`."""
         super().__init__(run_directory, command_of, terminal)
         self._endpoint, self._put, self._is_cut_off = endpoint, put, is_cut_off
-        self._node = Node(self._loop, run_directory, put, shared)
+        self._node = Node(self._loop, run_directory, put, shared, mailboxes=mailboxes)
         #: Whether the service has assigned it a worker, this one or an earlier one.
         self.has_joined = False
 
@@ -84,7 +86,7 @@ class Seat(WorkerLauncher):
             self._node.pass_on(kind, parts)
 
     def turn(self) -> bool:
-        """Put what the worker has said. False if there was nothing."""
+        """Put what the worker has said. False if there was nothing; then the loop may wait."""
         return self._node.turn()
 
     def end(self) -> None:

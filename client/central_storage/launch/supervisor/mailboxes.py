@@ -56,12 +56,14 @@ class _Made:
 class Mailroom:
     """The mailboxes of one run that only their maker has received so far."""
 
-    def __init__(self, run: str, why_none: str) -> None:
+    def __init__(self, run: str, why_none: str, *, is_passed_on: bool = False) -> None:
         """``run`` is the name of the run, which the kernel shows. If ``why_none`` is not empty, it is the reason with
-        which every request is refused."""
+        which every request is refused. With ``is_passed_on``, one end passes messages on to another machine: it takes
+        no marks, and nobody polls for its mail, which comes later than that would last."""
         self._medium = Memfd(run)
         self._why_none = why_none
-        self._spins = core_count() > 1
+        self._is_passed_on = is_passed_on
+        self._spins = core_count() > 1 and not is_passed_on
         self._numbers = itertools.count(1)
         self._made: dict[int, _Made] = {}
 
@@ -85,7 +87,7 @@ class Mailroom:
             _close(self._made.pop(number).descriptors)  # the offer was lost, or is too late
         number = next(self._numbers)
         self._made[number] = _Made(maker, opener, tuple(opened))
-        return Mailbox(number, self._spins, ""), tuple(copies)
+        return Mailbox(number, self._spins, "", self._is_passed_on), tuple(copies)
 
     def open(self, label: str, number: int) -> tuple[Mailbox, tuple[int, ...]]:
         """The other end of a mailbox, for the process with the label ``label``. Returns the same as :meth:`make`."""
@@ -93,7 +95,7 @@ class Mailroom:
         if made is None or made.opener != label:
             return Mailbox(number, False, f"{label} was not offered mailbox {number}, or has it already"), ()
         del self._made[number]
-        return Mailbox(number, self._spins, ""), made.descriptors
+        return Mailbox(number, self._spins, "", self._is_passed_on), made.descriptors
 
     def forget(self, maker: object) -> None:
         """Drop the mailboxes of ``maker``, which is gone."""

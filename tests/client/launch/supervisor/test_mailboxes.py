@@ -45,6 +45,15 @@ def test_both_ends_get_the_same_once(room: Mailroom) -> None:
         close(here + there)
 
 
+def test_mail_that_is_passed_on_has_no_marks_and_nobody_polls_for_it() -> None:
+    room = Mailroom("test", "", is_passed_on=True)
+    answer, here = room.make("a worker", "w0", "server")
+    opened, there = room.open("server", 1)
+    assert opened == answer == Mailbox(1, False, "", True)
+    close(here + there)
+    room.close()
+
+
 @pytest.mark.parametrize(
     ("who", "to"), [("observer", "server"), ("server", "w0"), ("w0", "controller"), ("w0", "w0"), ("w0", "x" * 99)]
 )
