@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.harness.processes import start
 
 import central_storage as cs
 from central_storage import errors
+from central_storage.checkpoint import disk
 
 FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1"
 SUM = cs.VariableAggregation.SUM
@@ -272,3 +274,49 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path) -
         path = manager.save()  # removes what the killed process was writing
         assert path in manager.checkpoints
         assert sorted(map(str, directory.iterdir())) == sorted(manager.checkpoints)
+
+
+# --- deaths of the server -----------------------------------------------------------------------------------------
+
+
+def test_the_server_dies_while_slots_are_restored_in_pieces(
+    mortal: cs.CentralStorageStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever piece is sent then: it is set once, whole, and where it belongs."""
+    monkeypatch.setattr(disk, "PART", 1 << 16)
+    with mortal.scope():
+        table, adam = cs.Variable(np.zeros((2000, 25), np.float32), sparse=True), cs.optimizers.Adam()
+
+    def fill(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        table.assign(rng.normal(size=table.shape).astype(np.float32))
+        for slot in ("m", "v"):
+            adam.get_slot(table, slot).assign(rng.normal(size=table.shape).astype(np.float32))
+
+    def bits() -> list[bytes]:
+        return [table.numpy().tobytes(), *(adam.get_slot(table, slot).numpy().tobytes() for slot in ("m", "v"))]
+
+    checkpoint = cs.train.Checkpoint(table=table, adam=adam)
+    fill(0)
+    path, expected = checkpoint.write(tmp_path / "x"), bits()
+    assign_slot = mortal.controller.assign_slot
+    sent: list[int | None] = []
+    dying = 0
+
+    def send(optimizer: int, variable: int, slot: str, value: np.ndarray, first: int | None = None) -> None:
+        if len(sent) == dying:
+            os.kill(mortal.statistics().pid, signal.SIGKILL)
+        sent.append(first)
+        assign_slot(optimizer, variable, slot, value, first)
+
+    monkeypatch.setattr(mortal.controller, "assign_slot", send)
+    for dying in (0, 2, 5):
+        with monkeypatch.context() as patched:
+            patched.setattr(mortal.controller, "assign_slot", assign_slot)
+            fill(dying + 1)
+        sent.clear()
+        before = mortal.statistics().pid
+        checkpoint.read(path).assert_consumed()
+        assert bits() == expected
+        assert mortal.statistics().pid != before
+        assert sent == [0, 655, 1310, 1965] * 2
