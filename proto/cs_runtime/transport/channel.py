@@ -113,13 +113,11 @@ class Channel:
             read_mark: Reads a mark. None: marks stand for nothing.
         """
         self._supervisor = supervisor
-        self._wake = wake
-        self._moment = moment
+        self._moment, self._while_asleep = moment, while_asleep
         self._read, self._read_mark = read, read_mark
         self._linger = linger
-        self._on_wake = on_wake
+        self._wake, self._on_wake = wake, on_wake
         self._look_every = look_every
-        self._while_asleep = while_asleep
         self._messages_first = messages_first
         self._context = zmq.Context()
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
