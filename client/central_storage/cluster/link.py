@@ -244,6 +244,8 @@ class Link(_End):
                 pass
         except CentralStorageError as error:
             self._end(error)
+        except zmq.ZMQError as error:  # such as that this process has no descriptors left
+            self._end(LaunchError(f"the link to {self.endpoint} cannot go on: {error}"))
 
     def close(self) -> None:
         """End the session, and say so to the gateway. Idempotent."""

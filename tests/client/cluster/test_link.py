@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import select
 import socket
@@ -445,6 +446,17 @@ def test_a_gateway_that_comes_later_is_found(world: World) -> None:
 def listener_of(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
+
+
+def test_a_link_that_gets_no_socket_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    outpost = world.outpost()
+    monkeypatch.setattr(link_module, "_Connection", refuse)
+    outpost.turn()
+    assert isinstance(outpost.reason, LaunchError)
+    assert str(outpost.reason) == f"the link to {world.address} cannot go on: Too many open files"
 
 
 def test_a_second_outpost_with_the_same_key_is_refused(world: World) -> None:
