@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import select
 import socket
@@ -769,3 +770,18 @@ def test_an_error_that_no_text_makes_ends_its_session_and_nothing_else() -> None
     gateway.hear(CloseLink(NAME, error), 0.0)
     assert isinstance(end.reason, PeerProtocolError)
     assert "UnicodeDecodeError" in str(end.reason)
+
+
+@pytest.mark.parametrize("call", ["socket", "get_monitor_socket"])
+def test_a_process_without_descriptors_ends_its_link_and_says_why(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    outpost = world.outpost()
+    monkeypatch.setattr(zmq.Context if call == "socket" else zmq.Socket, call, refuse)
+    outpost.turn()
+    with pytest.raises(LaunchError, match=r"cannot go on: Too many open files"):
+        raise outpost.reason or AssertionError
+    outpost.close()  # which a socket of the failed attempt does not hinder

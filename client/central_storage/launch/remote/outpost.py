@@ -13,8 +13,6 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import zmq
-
 from central_storage.cluster import items
 from central_storage.cluster.link import Link
 from central_storage.cluster.memory import NodeMemory
@@ -149,7 +147,7 @@ class _Outpost:
                     break
         except CentralStorageError as error:
             self._hang_up(error)
-        except (OSError, zmq.ZMQError) as error:  # such as that this process has no descriptors left
+        except OSError as error:  # such as that this process has no descriptors left
             self._hang_up(LaunchError(f"this launcher cannot go on: {error}"))
         if self._link is not None and self._link.is_over:
             self._hang_up(self._link.reason or LaunchError("the service is gone"))
