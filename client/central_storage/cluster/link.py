@@ -120,13 +120,21 @@ class _Connection:
     _numbers = itertools.count()
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: WorkerKeys, deadline: float) -> None:
-        """TCP must connect before ``deadline``."""
+        """TCP must connect before ``deadline``. Raises ZMQError if the system refuses."""
         #: When it is given up unless it is open.
         self.deadline = deadline
         #: Whether TCP has connected, and whether the gateway has answered.
         self.is_connected = self.is_open = False
         self._is_broken = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        try:
+            self.events: zmq.Socket[bytes] = self._open(endpoint, keys)
+        except BaseException:
+            self.socket.close()  # else the context would wait for it without end
+            raise
+
+    def _open(self, endpoint: str, keys: WorkerKeys) -> zmq.Socket[bytes]:
+        """Begin to connect. Returns what reports how that goes."""
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IDENTITY, b"w" + os.urandom(15)),  # nobody can know it, and take its place
@@ -139,9 +147,11 @@ class _Connection:
             self.socket.setsockopt(option, value)
         protect_client(self.socket, keys)
         monitor = f"inproc://link-{next(self._numbers)}"
-        events = _CUT | _AUTHENTICATION_FAILED | zmq.EVENT_CONNECTED
-        self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(events, monitor)
+        events: zmq.Socket[bytes] = self.socket.get_monitor_socket(
+            _CUT | _AUTHENTICATION_FAILED | zmq.EVENT_CONNECTED, monitor
+        )
         self.socket.connect(endpoint)
+        return events
 
     def news(self) -> Literal["", "connected", "cut", "refused"]:
         """What has become of it since the last call: nothing, TCP has connected, it is cut, or the gateway does not
@@ -244,7 +254,7 @@ class Link(_End):
                 pass
         except CentralStorageError as error:
             self._end(error)
-        except zmq.ZMQError as error:  # such as that this process has no descriptors left
+        except (OSError, zmq.ZMQError) as error:  # such as that this process has no descriptors left
             self._end(LaunchError(f"the link to {self.endpoint} cannot go on: {error}"))
 
     def close(self) -> None:
@@ -348,7 +358,7 @@ class Link(_End):
         """The session is over; tell the gateway if it can be told."""
         self.reason = reason
         if self._connection is not None:
-            with suppress(zmq.Again):
+            with suppress(zmq.ZMQError):
                 closing = CloseLink(self.session.name, error_of(reason))
                 self._connection.socket.send_multipart(encode(closing), zmq.NOBLOCK)
         self._hang_up(_LINGER)

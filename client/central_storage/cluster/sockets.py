@@ -107,7 +107,7 @@ class Sockets:
 
     def dealer(self, endpoint: str, name: bytes, limits: Limits = BULK_LIMITS, unread: int = 0) -> Wire:
         """A DEALER that connects to ``endpoint`` by ``name``. At most ``unread`` messages that have come are kept for
-        :meth:`Wire.take` (0: no limit). Raises OSError if the process has no descriptors left."""
+        :meth:`Wire.take` (0: no limit). Raises OSError where there can be no more sockets."""
         made = Wire(self._made(zmq.DEALER, limits), self._inputs, limits, is_routed=False)
         made.socket.setsockopt(zmq.RCVHWM, unread)
         made.socket.setsockopt(zmq.IDENTITY, name)
@@ -122,8 +122,8 @@ class Sockets:
     def _made(self, kind: int, limits: Limits) -> zmq.Socket[bytes]:
         try:
             made: zmq.Socket[bytes] = self._context.socket(kind)
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, str(error)) from error
+        except zmq.ZMQError as error:  # such as that this process has no descriptors left
+            raise OSError(error.errno, f"no socket can be made: {error}") from error
         made.setsockopt(zmq.LINGER, _LINGER)
         made.setsockopt(zmq.MAXMSGSIZE, limits.part_nbytes)
         made.setsockopt(zmq.SNDHWM, 0)

@@ -25,6 +25,7 @@ from cs_proto.frozen import frozen
 from .plan import Command
 from .supervisor.children import Child
 from .supervisor.loop import Loop, Timer
+from .supervisor.output import Stream
 from .supervisor.restarts import WORKED_SECONDS, Restarts
 
 __all__ = ["Beside", "Kept", "Say", "Sidecar", "Sidecars", "listen"]
@@ -127,7 +128,7 @@ class _Kept:
             self._child = Child(
                 self._loop,
                 sidecar.command,
-                on_lines=lambda _, stream, lines: self._say("\n".join(lines), sidecar.name),
+                on_lines=self._lines,
                 on_end=self._ended,
                 descriptors=(sidecar.listener.fileno(),),
             )
@@ -143,6 +144,11 @@ class _Kept:
             self._child.signal(signal.SIGKILL)
             while self._child.returncode is None:
                 self._loop.turn()
+
+    def _lines(self, child: Child, stream: Stream, lines: list[str]) -> None:
+        """Print what it says, without what others are drawn over: a line that has only begun comes again."""
+        if whole := [line for line in lines if not line.endswith("\r")]:
+            self._say("\n".join(whole), self._sidecar.name)
 
     def _ended(self, child: Child) -> None:
         if not self._is_over:

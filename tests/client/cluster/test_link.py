@@ -278,11 +278,10 @@ zap.answer()
 name, _ = router.recv_multipart()
 for message in ([b"single"],) * 98 + ([b"first", b"second", b"third"],):
     router.send_multipart([name, *message])
-assert connection.socket.poll(20_000)
-while is_readable(connection.socket.getsockopt(zmq.FD), 0.3):  # until all have come
-    assert connection.has_input()
 for _ in range(98):
+    assert connection.socket.poll(20_000)
     assert len(receive(connection.socket, LIMITS, zmq.NOBLOCK)) == 1
+assert connection.socket.poll(20_000)
 parts = [connection.socket.recv(zmq.NOBLOCK)]
 gateway.destroy(linger=0)
 while connection.news() != "cut":
@@ -305,12 +304,15 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that TCP may take to connect, in each attempt of an outpost."""
     made: list[float] = []
 
-    class Counted(link_module._Connection):
-        def __init__(self, context: zmq.Context[Any], endpoint: str, keys: WorkerKeys, deadline: float) -> None:
-            made.append(deadline - time.monotonic())
-            super().__init__(context, endpoint, keys, deadline)
+    limit = link_module._limit
 
-    monkeypatch.setattr(link_module, "_Connection", Counted)
+    def noted(limits: tuple[float, float, float], late: int) -> float:
+        found = limit(limits, late)
+        if limits is link_module._CONNECTS:
+            made.append(found)
+        return found
+
+    monkeypatch.setattr(link_module, "_limit", noted)
     return made
 
 
@@ -346,7 +348,7 @@ def test_attempts_in_which_tcp_does_not_connect_in_time_become_longer(
             ahead.connect_ex(listener.getsockname())
         outpost = world.outpost(address=f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout=unit(600))
         turn_until(outpost, lambda: len(attempts) == 5)
-        assert [round(each, 2) for each in attempts] == [0.02, 0.04, 0.06, 0.06, 0.06]
+        assert attempts == pytest.approx([0.02, 0.04, 0.06, 0.06, 0.06])
 
 
 def test_attempts_in_which_nobody_answers_in_time_become_longer(
@@ -781,3 +783,18 @@ def test_an_error_that_no_text_makes_ends_its_session_and_nothing_else() -> None
     gateway.hear(CloseLink(NAME, error), 0.0)
     assert isinstance(end.reason, PeerProtocolError)
     assert "UnicodeDecodeError" in str(end.reason)
+
+
+@pytest.mark.parametrize("call", ["socket", "get_monitor_socket"])
+def test_a_process_without_descriptors_ends_its_link_and_says_why(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    outpost = world.outpost()
+    monkeypatch.setattr(zmq.Context if call == "socket" else zmq.Socket, call, refuse)
+    outpost.turn()
+    with pytest.raises(LaunchError, match=r"cannot go on: Too many open files"):
+        raise outpost.reason or AssertionError
+    outpost.close()  # which a socket of the failed attempt does not hinder

@@ -322,6 +322,17 @@ def test_rows_of_a_slot_are_written_where_they_lie_and_nowhere_else() -> None:
         book.on(hears(CONTROLLER, wrong), refusal)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_slot_without_dimensions_has_no_rows(shape: tuple[int, ...]) -> None:
+    book = Playbook(2).begin().has(spec("s", ())).has_optimizer("Adam")
+    book.does(hears(CONTROLLER, DescribeSlots(7, 1, 1)))
+    book.does(book.finished())
+    value = Array("float32", shape, Location("arena/controller", 0))
+    request = AssignSlot("c", book.sequence(), 1, 1, "v", value, 0)
+    refusal = to(CONTROLLER, Refused, "cs.InvalidArgumentError", "rows from 0 on", number=request.sequence)
+    book.on(hears(CONTROLLER, request), refusal)
+
+
 WHOLE = Array("uint8", (5 * 64,), Location("arena/controller", 0))
 
 

@@ -276,13 +276,13 @@ class Service:
         self._end_children(grace)
 
     def say(self, text: str, label: str = "supervisor") -> None:
-        """Print one or more lines of the supervisor itself, whatever peers have called themselves and their deaths; or
-        of a process beside the service, behind its label."""
+        """Print lines of the supervisor itself, whatever peers have called themselves and their deaths; or of a process
+        beside the service, behind its label. The latter are dropped while the terminal is full."""
         lines = printable(text, lines=True).split("\n")
-        if label == "supervisor":
+        if is_own := label == "supervisor":
             self._reporter.note(printable(text))
         self._reporter.add(label, "stderr", lines)
-        self._screen.write("stderr", label, lines)
+        self._screen.write("stderr", label, lines if is_own or not self._screen.full else ())
 
     def close(self) -> None:
         """Clean up after the last process: end leftovers, send the last records, close everything. Idempotent."""

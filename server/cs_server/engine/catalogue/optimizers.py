@@ -299,8 +299,8 @@ def write_slot(server: State, record: AssignSlot) -> Write:
     spec, value, first = variables.row(server, record.variable).spec, record.value, record.first
     what = f"the value of slot {record.slot!r} of variable {spec.name!r}"
     if first is not None:
-        stop = first + value.shape[0] if value.shape and target.shape else 0
-        if not first <= stop <= target.shape[0]:
+        stop = first + value.shape[0] if value.shape else -1
+        if not target.shape or not first <= stop <= target.shape[0]:
             raise InvalidArgumentError(
                 f"{what} is {value.dtype}{list(value.shape)} for the rows from {first} on; the slot is "
                 f"{target.dtype}{list(target.shape)}"

@@ -526,6 +526,17 @@ def test_a_full_sink_stops_the_reading_until_there_is_room(world: World) -> None
     assert world.sink.text.count("x") == 300_000
 
 
+def test_what_a_process_beside_the_service_says_fills_no_memory(world: World) -> None:
+    world.start()
+    world.sink.full = True
+    world.service.say("first", "gateway")
+    world.service.say("of the supervisor")
+    world.sink.full = False
+    world.service.say("second\x1b", "gateway")
+    lines = [line for line in world.sink.text.splitlines() if "gateway" in line or "of the supervisor" in line]
+    assert lines == ["[supervisor] of the supervisor", "[gateway] second\\x1b"]
+
+
 def test_a_line_of_debug_for_every_record(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "central_storage.launch")
     world.start(server=WRITE)

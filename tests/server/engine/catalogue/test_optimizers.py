@@ -10,7 +10,7 @@ from tests.harness.playbook import ADDRESSES, allocates
 
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate, Schedule, SparseGradient
+from cs_proto.messages import ApplyPoint, AssignSlot, Optimizer, OptimizerUpdate, Schedule, SparseGradient
 from cs_server.engine.catalogue import optimizers, slabs, updates
 from cs_server.engine.store.address_budget import PAGE_NBYTES
 from cs_server.engine.store.tables import SlotFill
@@ -20,6 +20,10 @@ SHORT = replace(ADDRESSES, slab=PAGE_NBYTES, longest_slab=1 << 30)
 
 
 FILLS_A_PAGE = PAGE_NBYTES // 4
+
+
+def write_slot(book: Book, variable: int, slot: str, value: Array) -> Write:
+    return optimizers.write_slot(book.state, AssignSlot("c", 1, 1, variable, slot, value))
 
 
 def test_an_optimizer_is_made_and_changed(book: Book) -> None:
@@ -121,9 +125,9 @@ def test_a_rule_of_rows_has_a_number_for_each_row(book: Book) -> None:
     assert slabs.slot_nbytes(book.state) == 416
     shapes = [optimizers.slots(book.state, 1, each)[0][1].shape for each in (table, dense, scalar)]
     assert shapes == [(100,), (3,), ()]
-    optimizers.write_slot(book.state, 1, table, "sum", block("float32", 100))
+    write_slot(book, table, "sum", block("float32", 100))
     with pytest.raises(InvalidArgumentError, match=r"slot 'sum' of variable 'table' is float32\[100, 64\]"):
-        optimizers.write_slot(book.state, 1, table, "sum", block("float32", 100, 64))
+        write_slot(book, table, "sum", block("float32", 100, 64))
     book.tables.flush()
     book.reopen()
     names = {each.segment for each in slabs.allocations(book.state)}
@@ -196,11 +200,11 @@ def test_slots_are_described_and_written(book: Book) -> None:
     assert optimizers.make_slots(book.state, 1, (1,)) == ()
     assert optimizers.slots(book.state, 1, 1) == (("accumulator", place),)
     value = block("float32", 2, 3)
-    assert optimizers.write_slot(book.state, 1, 1, "accumulator", value) == Write(place, "assign", None, (value,))
+    assert write_slot(book, 1, "accumulator", value) == Write(place, "assign", None, (value,))
     with pytest.raises(InvalidArgumentError, match="no slot 'm'; its slots: accumulator"):
-        optimizers.write_slot(book.state, 1, 1, "m", value)
+        write_slot(book, 1, "m", value)
     with pytest.raises(InvalidArgumentError, match=r"slot 'accumulator' of variable 'w' is float32\[3, 2\]"):
-        optimizers.write_slot(book.state, 1, 1, "accumulator", block("float32", 3, 2))
+        write_slot(book, 1, "accumulator", block("float32", 3, 2))
 
 
 def test_a_bound_of_every_element_is_not_for_complex_variables(book: Book) -> None:
