@@ -157,7 +157,7 @@ class _Found:
             found.put(of_data(data, way))
         for number, strategy in enumerate(self.strategies()):
             found.put(of_strategy(strategy, f"{_STRATEGY}{number or ''}"))
-        found.check_names(way for ways in self.variables.values() for way in ways[1:])
+        found.check_names(way for ways in self.variables.values() for way in {*ways[1:]} - {ways[0]})
         return found
 
     def prefixes(self) -> list[str]:

@@ -350,7 +350,8 @@ class Link(_End):
     def _hang_up(self, linger: int) -> None:
         if self._connection is not None:
             for each in (self._connection.socket, self._connection.events):
-                self._epoll.unregister(each)
+                with suppress(OSError):  # the system may have refused to watch it
+                    self._epoll.unregister(each)
             self._connection.close(linger)
             self._connection = None
 

@@ -154,3 +154,13 @@ def test_objects_without_values_may_have_one_name(tmp_path: Path) -> None:
     w.assign(2.0)
     assert checkpoint.read(path).assert_consumed().matched == 1
     assert float(w) == 1
+
+
+def test_one_object_may_have_a_name_twice(tmp_path: Path) -> None:
+    """Both items are the same variable, so nothing is lost."""
+    w, shared = Variable(3.0), Variable(5.0)
+    objects = {"m": {"1": w, 1: w}, "first": shared, "n": {"2": shared, 2: shared}}
+    path = Checkpoint(root=objects).write(tmp_path / "ckpt")
+    w.assign(0.0), shared.assign(0.0)
+    Checkpoint(root=objects).read(path).assert_consumed()
+    assert (w.numpy(), shared.numpy()) == (3.0, 5.0)

@@ -798,3 +798,29 @@ def test_a_process_without_descriptors_ends_its_link_and_says_why(
     with pytest.raises(LaunchError, match=r"cannot go on: Too many open files"):
         raise outpost.reason or AssertionError
     outpost.close()  # which a socket of the failed attempt does not hinder
+
+
+def test_a_connection_that_cannot_be_watched_ends_its_link(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """Watches one descriptor, and no more."""
+
+        def __init__(self) -> None:
+            self._epoll = select.epoll()
+            self._watched: list[object] = []
+
+        def register(self, what: zmq.Socket[bytes], events: int) -> None:
+            if self._watched:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self._watched.append(what)
+            self._epoll.register(what, events)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._epoll, name)
+
+    outpost = world.outpost()
+    outpost._epoll.close()
+    monkeypatch.setattr(outpost, "_epoll", Full())
+    outpost.turn()
+    with pytest.raises(LaunchError, match=r"cannot go on: .* No space left on device"):
+        raise outpost.reason or AssertionError
+    outpost.close()
