@@ -15,7 +15,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, Self
 
 import zmq
@@ -127,11 +127,10 @@ class _Connection:
         self.is_connected = self.is_open = False
         self._is_broken = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.socket.close)  # else the context would wait for it without end
             self.events: zmq.Socket[bytes] = self._open(endpoint, keys)
-        except BaseException:
-            self.socket.close()  # else the context would wait for it without end
-            raise
+            undo.pop_all()
 
     def _open(self, endpoint: str, keys: WorkerKeys) -> zmq.Socket[bytes]:
         """Begin to connect. Returns what reports how that goes."""

@@ -29,9 +29,9 @@ class OfSession(Record):
 class OpenLink(OfSession):
     """Outpost to gateway, first message of every connection: begin ``session``, or continue it after its connection was
     cut. ``is_new`` until the gateway has answered once. ``heard`` is the number of the last envelope that has arrived.
-    ``connection`` counts the connections of the session from 1: an earlier one that comes late is refused.
 
-    A session is named by 16 random bytes. ``protocol`` stays the first field in every version.
+    ``connection`` counts the connections of the session from 1: an earlier one that comes late is refused. A
+    session is named by 16 random bytes. ``protocol`` stays the first field in every version.
     """
 
     protocol: Count

@@ -239,8 +239,10 @@ class OpenMailbox(Record):
 class Mailbox(Record):
     """Supervisor's answer to :class:`MakeMailbox` and :class:`OpenMailbox`, with the memory and both doorbells (the
     maker's first) as ancillary data; or ``refused`` says why there is none. ``spins``: the machine has processors
-    enough for a reader to poll for a while before it sleeps. ``is_passed_on``: the other end passes messages on to
-    another machine, and takes no marks."""
+    enough for a reader to poll for a while before it sleeps.
+
+    ``is_passed_on``: the other end passes messages on to another machine, and takes no marks.
+    """
 
     mailbox: Count
     spins: bool

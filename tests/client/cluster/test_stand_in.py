@@ -162,7 +162,7 @@ def introduced(run_directory: str) -> Iterator[Introduced]:
     made.close()
 
 
-@pytest.mark.skipif(not MAILBOXES, reason="without mailboxes")
+@pytest.mark.skipif(not MAILBOXES, reason="CS_MAILBOXES=off: the script offers none")
 def test_what_the_script_says_by_mailbox_is_passed_on_in_order(introduced: Introduced, run_directory: str) -> None:
     gateway, stand_in, worker = introduced.gateway, introduced.stand_in, b"w0"
     quiet = os.eventfd(0, os.EFD_CLOEXEC)

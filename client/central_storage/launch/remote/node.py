@@ -328,7 +328,8 @@ class Node:
         elif isinstance(record, OpenSegment):
             self._open(now, peer, record)
         elif isinstance(record, MakeMailbox | OpenMailbox):
-            self._hand_out_mailbox(peer, record)
+            mailbox, descriptors = self._mailroom.answer(peer, peer.label, record)
+            peer.send(mailbox, *descriptors)
         elif isinstance(record, messages.Ready | messages.MadeProgress):
             self._put(items.SUPERVISOR, encode(record))
         else:
@@ -346,14 +347,6 @@ class Node:
             self._hand_out(now, granted)
         else:
             self._put(items.SUPERVISOR, encode(record))
-
-    def _hand_out_mailbox(self, peer: Peer, request: MakeMailbox | OpenMailbox) -> None:
-        """The worker asks for a mailbox to the server, or for the one that this process has offered it."""
-        if isinstance(request, MakeMailbox):
-            mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
-        else:
-            mailbox, descriptors = self._mailroom.open(peer.label, request.mailbox)
-        peer.send(mailbox, *descriptors)
 
     def _meet(self, peer: Peer, who: Introduce) -> None:
         """A process introduces itself: the worker, or one that has no business here."""

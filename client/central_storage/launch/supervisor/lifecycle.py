@@ -548,10 +548,7 @@ class Service:
             peer.send(segment, *(() if descriptor is None else (descriptor,)))
 
     def _hand_out_mailbox(self, peer: Peer, request: MakeMailbox | OpenMailbox) -> None:
-        if isinstance(request, MakeMailbox):
-            mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
-        else:
-            mailbox, descriptors = self._mailroom.open(peer.label, request.mailbox)
+        mailbox, descriptors = self._mailroom.answer(peer, peer.label, request)
         peer.send(mailbox, *descriptors)
 
     def _give_up(self, peer: Peer, left: ClientGone) -> None:

@@ -15,7 +15,7 @@ from central_storage.launch.affinity import core_count
 from central_storage.launch.memory import Medium, Memfd
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
-from cs_proto.messages import Mailbox
+from cs_proto.messages import Mailbox, MakeMailbox, OpenMailbox
 from cs_runtime.transport.rings import IS_ORDERED, NBYTES
 
 __all__ = ["Mailroom", "mailboxes_by_default", "why_no_mailboxes"]
@@ -66,6 +66,12 @@ class Mailroom:
         self._spins = core_count() > 1 and not is_passed_on
         self._numbers = itertools.count(1)
         self._made: dict[int, _Made] = {}
+
+    def answer(self, asker: object, label: str, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, tuple[int, ...]]:
+        """What the process ``asker`` with the label ``label`` gets for its request; the same as of :meth:`make`."""
+        if isinstance(request, MakeMailbox):
+            return self.make(asker, label, request.peer)
+        return self.open(label, request.mailbox)
 
     def make(self, maker: object, label: str, opener: str) -> tuple[Mailbox, tuple[int, ...]]:
         """Make a mailbox between ``maker``, whose label is ``label``, and the process with the label ``opener``.
