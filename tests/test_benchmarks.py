@@ -47,6 +47,20 @@ def test_our_own_peers_compute_what_numpy_does(benchmark: Any, number: int) -> N
     assert all(seconds > 0 for seconds in measured.values())
 
 
+def test_the_calls_of_each_process_are_counted(benchmark: Any) -> None:
+    import calls
+
+    found = calls.counted("empty-run", 100)
+    assert list(found) == ["script", "worker", "server"]
+    for role, called in (
+        ("script", "ControllerCore.begin_run (core.py)"),
+        ("worker", "Loop.serve_once (loop.py)"),
+        ("server", "CapturedSteps.passed (captured_steps.py)"),
+    ):
+        assert 0.5 < found[role][called] < 1.5, role  # a step may take another way now and then
+    assert calls.sums({"f (a.py)": 2.0, "g (a.py)": 0.5, "C: len": 4.0}) == (2.5, 4.0)
+
+
 @pytest.mark.parametrize("name", ["sgd-1MB", "adam-1MB", "digits", "embedding-1e5"])
 def test_a_wrong_result_is_noticed(benchmark: Any, name: str) -> None:
     work = benchmark.works.WORKS[name]
