@@ -36,12 +36,13 @@ class Seeds:
     does for a small run, so it is done before the run comes, if the run can be foreseen.
     """
 
-    def __init__(self, device: Callable[[int], None]) -> None:
-        """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
+    def __init__(self, device: Callable[[int], None] | None) -> None:
+        """``device`` seeds the generator of the replica's device, with a number of 32 bits; None if it has none of its
+        own."""
         self._device = device
         # One object for all runs: to make another takes ten times as long as to set its state.
         self._philox = np.random.Philox(0)
-        self._state = self._philox.state
+        self._state: Any = self._philox.state
         self._generator: Any = getattr(random.random, "__self__", None)
         self._python = _words_of(self._generator)
         # NumPy's bit generator, and its state in memory: the words, and the place of the next one, uint32 [625].
@@ -59,7 +60,8 @@ class Seeds:
             words = self._set(streams)
         torch, device = words[-2:].tolist()
         GENERATORS.seed(torch)
-        self._device(device & 0xFFFFFFFF)
+        if self._device is not None:
+            self._device(device & 0xFFFFFFFF)
 
     def foresee(self, streams: Streams) -> None:
         """The next run is probably this one: set its states now. If it is, and nobody has drawn a number or set a state
@@ -78,7 +80,7 @@ class Seeds:
 
     def _set(self, streams: Streams) -> np.ndarray:
         """Set the states, and return the words of the stream."""
-        self._state["state"] = {"counter": streams.counter(Purpose.STATES), "key": streams.key}
+        self._state["state"] = streams.beginning(Purpose.STATES)
         self._philox.state = self._state
         words = self._philox.random_raw(_WORDS + 2)
         halves = words.view(np.uint32)
