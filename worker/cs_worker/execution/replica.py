@@ -284,7 +284,7 @@ class Replica:
             self._refuse_after_failure()
         if self._numerics is not None:
             self._numerics.look_at_buffers(numbers, current, combining.weight, site)
-        key = (self.count, site, counts, numbers, current, combining, bool(self._named))
+        key = (self.count, site, counts, numbers.key, current, combining, bool(self._named))
         point = self._shop.applies.get(key)
         if point is None:
             parts = [(*each, ()) for each in numbers.divided(counts)]

@@ -85,7 +85,13 @@ class Seeds:
         words = self._philox.random_raw(_WORDS + 2)
         halves = words.view(np.uint32)
         self._set_numpy(halves[:_WORDS])
-        self._set_python(halves[_WORDS : 2 * _WORDS])
+        python = halves[_WORDS : 2 * _WORDS]
+        if self._python is None:
+            random.setstate((3, (*python.tolist(), _WORDS), None))
+        else:
+            self._python[0] = _WORDS
+            self._python[1:] = python
+            self._generator.gauss_next = None  # the second number of a normal pair
         return words
 
     def _set_numpy(self, words: np.ndarray) -> None:
@@ -100,14 +106,6 @@ class Seeds:
             memory = (ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address)
             self._numpy = bits, np.ctypeslib.as_array(memory)
         self._numpy[1][:_WORDS] = words
-
-    def _set_python(self, words: np.ndarray) -> None:
-        if self._python is None:
-            random.setstate((3, (*words.tolist(), _WORDS), None))
-            return
-        self._python[0] = _WORDS
-        self._python[1:] = words
-        self._generator.gauss_next = None  # the second number of a normal pair
 
 
 def _words_of(generator: Any) -> np.ndarray | None:

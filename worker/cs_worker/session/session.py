@@ -190,7 +190,8 @@ class Link:
                 "a process that a replica function forks is not a replica; use variables, optimizers and the context "
                 "in the function itself"
             )
-        moment("sent", _run_of(record))  # before the peer can act on it, as in `mark_server`
+        # Before the peer can act on it, as in `mark_server`.
+        moment("sent", record.run[0] if isinstance(record, messages.OfRun) else 0)
         self._channel.send(peer, parts)
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
@@ -201,7 +202,7 @@ class Link:
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
-        moment("decoded", _run_of(record))
+        moment("decoded", record.run[0] if isinstance(record, messages.OfRun) else 0)  # 0: it belongs to no run
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("received from %r: %.300r", sender, record)
         return record
@@ -217,8 +218,3 @@ def _step_finished(peer: bytes, number: int, body: bytes) -> Record:
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("received from %r: the mark of run %d", peer, number)
     return messages.StepFinished((number,), False)
-
-
-def _run_of(record: Record) -> int:
-    """The number of the script's run that the record belongs to; 0 if it belongs to none."""
-    return record.run[0] if isinstance(record, messages.OfRun) else 0
