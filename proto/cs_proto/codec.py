@@ -220,8 +220,11 @@ class Decoder:
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
         #: By the beginning of the message: the bytes between the numbers and the changing bytes, the bytes after the
-        #: changing ones (None if those are not part of the header), and the record; the latest first.
-        self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run]]] = {each: [] for each in _BEGINNINGS}
+        #: changing ones (None if those are not part of the header), the record, and whether it has arrays; the latest
+        #: first.
+        self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run, bool]]] = {
+            each: [] for each in _BEGINNINGS
+        }
         # How many messages with arrays came since one was the same as a cached message.
         self._vain = 0
 
@@ -240,35 +243,34 @@ class Decoder:
             first = start + 1
             start = first + _NUMBER_NBYTES.get(header[start], len(header))
             step = header[first - 1] if start == first else int.from_bytes(header[first:start], "big")
-        for between, behind, known in entries:
+        for between, behind, known, has_arrays in entries:
             if header.startswith(between, start) and number >= known.series:
                 at = start + len(between)
                 if behind is None:
                     if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
-                        self._found(known)
+                        self._vain = 0 if has_arrays else self._vain
                         return altered(known, run=(number,), step=step, arguments=Frame(parts[1]))
                 elif at < (last := len(header) - len(behind)) and header.endswith(behind):
                     first = at + (2 if header[at] == _BYTES else 3)
                     length = int.from_bytes(header[at + 1 : first], "big")
                     if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
                         if type(known) is Return and len(parts) == 1:
-                            self._found(known)
+                            self._vain = 0 if has_arrays else self._vain
                             return altered(known, run=(number,), value=Value(header[first:last], ()))
-                        if type(known) is Run and (buffers := _buffers(known, parts, self._limits)) is not None:
-                            self._found(known)
-                            arguments = header[first:last]
-                            return altered(known, run=(number,), step=step, arguments=arguments, buffers=buffers)
+                        if type(known) is Run:
+                            is_bare = len(parts) == 1 and not has_arrays
+                            buffers = () if is_bare else _buffers(known, parts, self._limits)
+                            if buffers is not None:
+                                self._vain = 0 if has_arrays else self._vain
+                                arguments = header[first:last]
+                                return altered(known, run=(number,), step=step, arguments=arguments, buffers=buffers)
         record = decode(parts, self._limits)
         rest = _rest(record) if len(header) <= _KNOWN_NBYTES and self._may_repeat(record) else None
         if rest is not None:
             between, body, behind, known = rest
             if header[start:] == between + body + (behind or b""):  # only our own encoding
-                self._known[header[:begin]] = [(between, behind, known), *entries[: _KNOWN - 1]]
+                self._known[header[:begin]] = [(between, behind, known, _has_arrays(known)), *entries[: _KNOWN - 1]]
         return record
-
-    def _found(self, known: Return | Run) -> None:
-        if _has_arrays(known):
-            self._vain = 0
 
     def _may_repeat(self, record: Record) -> bool:
         """Whether a message like this one is worth being cached."""
@@ -288,8 +290,6 @@ def _has_arrays(record: Record) -> bool:
 
 def _buffers(known: Run, parts: Sequence[Buffer], limits: Limits) -> tuple[Array, ...] | None:
     """The buffers of a Run like a cached one, whose frames are these parts; None if the frames do not fit."""
-    if len(parts) == 1 and not known.buffers:
-        return ()
     frames = deque(parts[1:])
     made = []
     for array in known.buffers:

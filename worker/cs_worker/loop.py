@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +25,7 @@ from central_storage.pickling.pickler import are_plain, load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names
 from cs_proto.descriptors import Array, Location
-from cs_proto.messages import Forget, Prepare, Run, Value
+from cs_proto.messages import Prepare, Run, Value
 from cs_proto.records import Buffer, Frame
 from cs_runtime.failpoints import failpoint
 from cs_runtime.shared_memory.arena import Arena
@@ -88,7 +87,8 @@ class Loop:
         own = lifeline.segment(self._own_arena)
         self._lifeline = lifeline
         self._has_said_carried = False
-        self._say_carried()
+        if lifeline.carried_because:
+            self._say_carried()
         lifeline.keep_times(trace_of("worker"), f"w{config.replica}")
         arena = Arena(lambda: own)
         controller = MergeController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
@@ -107,9 +107,10 @@ class Loop:
         #: Describes the contents of a segment at an offset, for an error.
         self.what_lies_at = catalogue.what_lies_at
         self._programs = Functions(catalogue.map)
-        self._seeds = Seeds(device.seed)
-        # The name and the step of the last run.
+        self._seeds = Seeds(None if device.is_host else device.seed)
+        # The name and the step of the last run, and the streams of the next one, if it was foreseen.
         self._last: tuple[str, int] | None = None
+        self._next: Streams | None = None
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
         self._ready: _Ready | None = None
@@ -122,37 +123,40 @@ class Loop:
 
     def serve_once(self) -> None:
         """Wait for the controller's next record and act on it."""
-        controller, work = self._shop.conversation.next_work()
-        if isinstance(work, Prepare):
-            self._prepare(work)
-        elif isinstance(work, Forget):
-            self._programs.forget(controller, work.functions)
-            self._shop.forget(work)
-        else:
-            self._shop.conversation.begin_run(controller, work)
+        shop = self._shop
+        controller, work = shop.conversation.next_work()
+        if isinstance(work, Run):
+            shop.conversation.begin_run(controller, work)
             # The client has the results of the last run, or of the step lookahead + 1 before this one. It has copied
             # them, or it holds them where they lie.
-            self._shop.arena.reset(*work.part, work.held)
-            with self._shop.turns.taken(work.run):
+            shop.arena.reset(*work.part, work.held)
+            with shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn, because the script's next work is not part of it
-            self._shop.interrupts.install()  # the user's code may have put other handlers in their place
+            shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._foresee(work)
-            self._say_carried()
+            if self._lifeline.carried_because:
+                self._say_carried()
             if not self._has_worked:
                 self._has_worked = True
-                self._shop.conversation.link.send_supervisor(messages.MadeProgress(self._shop.config.incarnation))
+                shop.conversation.link.send_supervisor(messages.MadeProgress(shop.config.incarnation))
+        elif isinstance(work, Prepare):
+            self._prepare(work)
+        else:
+            self._programs.forget(controller, work.functions)
+            shop.forget(work)
 
     def _foresee(self, run: Run) -> None:
         """Set the random states of the next run while the server and the script finish this one. A function that has
         come twice in a row probably comes again."""
         before, self._last = self._last, (run.name, run.step)
         if before == (run.name, run.step - 1) and not self._shop.turns.is_shared:
-            self._seeds.foresee(Streams(run.seed, run.name, run.step + 1, run.replica))
+            self._next = Streams(run.seed, run.name, run.step + 1, run.replica, (), self._shop.device.generator)
+            self._seeds.foresee(self._next)
 
     def _say_carried(self) -> None:
-        """Log once that segments cannot be mapped. This may show first at any segment."""
-        if self._lifeline.carried_because and not self._has_said_carried:
+        """Log once that segments cannot be mapped, and why. This may show first at any segment."""
+        if not self._has_said_carried:
             self._has_said_carried = True
             _log.warning("transport %s: %s", CARRIED, self._lifeline.carried_because)
 
@@ -183,7 +187,8 @@ class Loop:
         self._under_way.append(replica)
         written = self._shop.catalogue.written
         if outer is None:
-            self._shop.device.begin_run(self._shop.catalogue)
+            if not self._shop.device.is_host:
+                self._shop.device.begin_run(self._shop.catalogue)
             written.begin_run(run)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("run %s begins", path_text(run.run))
@@ -222,23 +227,30 @@ class Loop:
         if self._ready is not None and self._ready.run is run:
             return
         pickled, arguments = run.arguments.data if isinstance(run.arguments, Frame) else run.arguments, None
-        is_here = all(isinstance(array.place, Frame) for array in run.buffers)
+        is_here = not run.buffers or all(isinstance(array.place, Frame) for array in run.buffers)
         if is_here and not isinstance(pickled, Array) and are_plain(pickled):
-            with suppress(Exception):  # it comes again when the step has begun
+            try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
                 arguments = load_arguments(pickled, list(map(self._buffer, run.buffers)), self._shop.catalogue.resolve)
+            except Exception:  # noqa: BLE001  (it comes again when the step has begun)
+                pass
         self._ready = self._made_ready(run, None, arguments)
 
     def _made_ready(self, run: Run, outer: Replica | None, arguments: _Arguments | None = None) -> _Ready:
         shop = self._shop
         replica = Replica(shop, run, outer)
-        streams = Streams(run.seed, run.name, run.step, run.replica, run.run[1:], shop.device.generator)
+        streams, self._next = self._next, None
+        if streams is None or streams.place != (run.seed, run.run[1:], run.name, run.step, run.replica):
+            streams = Streams(run.seed, run.name, run.step, run.replica, run.run[1:], shop.device.generator)
         return _Ready(run, replica, streams, enter_replica(shop.strategy, replica, streams), arguments)
 
     def _call(self, sender: bytes, ready: _Ready) -> Value:
         shop = self._shop
         with ready.context:
-            with shop.interrupts.user_code():
+            before = shop.interrupts.switch(True)
+            try:
                 result = self._call_user(sender, ready)
+            finally:
+                shop.interrupts.switch(before)
             return to_value(result, Placing(shop.arena), shared=ready.replica.shared)
 
     def _buffer(self, array: Array) -> memoryview:

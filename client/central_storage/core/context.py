@@ -282,20 +282,22 @@ class enter_replica:  # noqa: N801  (a function to its callers; entered at every
     """The context of one replica for the length of the block; the context object is dead afterwards. Without a
     ``backend`` it is the one local replica of the default strategy. ``streams`` are those of the run."""
 
-    __slots__ = ("_context",)
+    __slots__ = ("_entry",)
 
     def __init__(self, strategy: Strategy, backend: ReplicaBackend | None, streams: Streams | None = None) -> None:
-        self._context = ReplicaContext(strategy, backend, streams)
+        self._entry = strategy, ReplicaContext(strategy, backend, streams)
 
     def __enter__(self) -> ReplicaContext:
-        _stack.push((self._context.strategy, self._context))
-        return self._context
+        reading.epoch = None
+        _stack.entries.append(self._entry)
+        return self._entry[1]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _stack.pop()
-        self._context.end()
+        reading.epoch = None
+        _stack.entries.pop()
+        vars(self._entry[1])["_ended"] = True
 
 
 class ReplicaContext(Closed):
@@ -314,11 +316,15 @@ class ReplicaContext(Closed):
         [1, 1]
     """
 
+    _strategy: Strategy
+    _backend: ReplicaBackend | None
+    _streams: Streams | None
+    # enter_replica sets it.
+    _ended = False
+
     def __init__(self, strategy: Strategy, backend: ReplicaBackend | None, streams: Streams | None = None) -> None:
-        self._strategy = strategy
-        self._backend = backend
-        self._streams = streams
-        self._ended = False
+        # Not one by one: Closed looks at each name, and every run makes a context.
+        vars(self).update(_strategy=strategy, _backend=backend, _streams=streams)
 
     @property
     def backend(self) -> ReplicaBackend:
@@ -330,10 +336,6 @@ class ReplicaContext(Closed):
                 "the default context has one local replica and no service; enter the scope of a strategy"
             )
         return self._backend
-
-    def end(self) -> None:
-        """Mark the run as over."""
-        self._ended = True
 
     @property
     def strategy(self) -> Strategy:

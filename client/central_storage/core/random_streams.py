@@ -38,7 +38,7 @@ class Purpose(IntEnum):
 class Streams:
     """The streams of one replica in one run. What is asked for twice goes on, so that no number is given twice."""
 
-    __slots__ = ("_function", "_made", "_make", "_path", "_replica", "_seed", "_step")
+    __slots__ = ("_made", "_make", "place")
 
     def __init__(
         self,
@@ -51,23 +51,17 @@ class Streams:
     ) -> None:
         """``function`` is a :func:`function_name`, ``path`` that of a nested run behind its first number. ``make``
         makes the generator of the replica's device; None: NumPy's."""
-        self._seed, self._function, self._step, self._replica = seed, function, step, replica
-        self._path, self._make = path, make
+        #: What all numbers follow from.
+        self.place = seed, path, function, step, replica
+        self._make = make
         self._made: dict[tuple[Purpose, int], Any] = {}
 
-    @property
-    def place(self) -> tuple[object, ...]:
-        """What all numbers follow from."""
-        return (self._seed, self._path, self._function, self._step, self._replica)
-
-    @property
-    def key(self) -> np.ndarray:
-        """The key, uint64 [2]."""
-        return _key(self._seed, self._path, self._function)
-
-    def counter(self, purpose: Purpose, step: int | None = None) -> np.ndarray:
-        """Where the stream of ``purpose`` begins, uint64 [4]; ``step`` None is the run's own."""
-        return np.array((0, purpose, self._replica, self._step if step is None else step), np.uint64)
+    def beginning(self, purpose: Purpose, step: int | None = None) -> dict[str, np.ndarray]:
+        """Where the stream of ``purpose`` begins: ``key`` (uint64 [2]) and ``counter`` (uint64 [4]) of Philox. ``step``
+        None is the run's own."""
+        seed, path, function, own, replica = self.place
+        counter = np.array((0, purpose, replica, own if step is None else step), np.uint64)
+        return {"counter": counter, "key": _key(seed, path, function)}
 
     def generator(self, step: int | None) -> Any:
         """The generator of ``step`` on the replica's device."""
@@ -79,9 +73,9 @@ class Streams:
         return words
 
     def _one(self, purpose: Purpose, step: int | None, make: Callable[[np.random.Philox], Any]) -> Any:
-        where = (purpose, self._step if step is None else step)
+        where = (purpose, self.place[3] if step is None else step)
         if where not in self._made:
-            self._made[where] = make(np.random.Philox(key=self.key, counter=self.counter(*where)))
+            self._made[where] = make(np.random.Philox(**self.beginning(*where)))
         return self._made[where]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import is_
@@ -27,6 +28,8 @@ class Numbers(tuple[int, ...]):
     """Numbers of variables, with cached properties of the whole set."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
+        #: The numbers as bytes: other sets of numbers have others. Python keeps the hash of bytes, not of tuples.
+        self.key = array("q", self).tobytes()
         self._hash = super().__hash__()
         self.members = frozenset(self)
         self._ascending = tuple(sorted(self))

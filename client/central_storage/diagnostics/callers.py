@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 import weakref
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from cs_proto.printable import printable
@@ -21,18 +21,23 @@ _said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
 def is_ours(frame: FrameType) -> bool:
     """Whether the frame runs code of this project. An example in a docstring has the globals of its module, and is a
     user's code all the same."""
-    return root_package(frame) in OURS and not frame.f_code.co_filename.startswith("<doctest")
+    return _is_of_project(str(frame.f_globals.get("__name__")), frame.f_code.co_filename)
 
 
 def root_package(frame: FrameType) -> str:
     """The package of the frame's module, without its sub-packages."""
-    return _root_of(str(frame.f_globals.get("__name__")))
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 @functools.lru_cache(1024)
-def _root_of(module: str) -> str:
-    return module.partition(".")[0]
+def _is_of_project(module: str, file: str) -> bool:
+    return module.partition(".")[0] in OURS and not file.startswith("<doctest")
 
+
+#: The texts of the last call sites, by the identity of the code, which is held so that no other code gets it, and the
+#: place of the call in it.
+_sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
+_SITES = 256
 
 #: By file, what Python's filters know of the warnings shown. Globals hold it elsewhere, and a replica's function has
 #: new globals in every run.
@@ -42,7 +47,14 @@ _shown: dict[str, dict[object, object]] = {}
 def call_site() -> str:
     """``file:line`` of the nearest caller outside this project."""
     frame = _caller()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    code = frame.f_code
+    key = (id(code), frame.f_lasti)
+    known = _sites.get(key)
+    if known is None:
+        if len(_sites) >= _SITES:
+            _sites.clear()
+        known = _sites[key] = code, f"{code.co_filename}:{frame.f_lineno}"
+    return known[1]
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -68,6 +80,8 @@ def warn_deprecated(owner: object, name: str, instead: str) -> None:
 
 def _caller() -> FrameType:
     frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller without building a whole stack)
-    while frame.f_back is not None and is_ours(frame):
-        frame = frame.f_back
+    outer = frame.f_back
+    # What :func:`is_ours` says, without a call for each frame.
+    while outer is not None and _is_of_project(str(frame.f_globals.get("__name__")), frame.f_code.co_filename):
+        frame, outer = outer, outer.f_back
     return frame

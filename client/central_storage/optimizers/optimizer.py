@@ -26,7 +26,7 @@ from .checks import as_given, as_number
 from .counts import Counted
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
-from .update import apply_gradients, checked_variable
+from .update import SUMMED, bring, checked_variable, unzipped
 
 if TYPE_CHECKING:
     from central_storage.core.backends import Strategy
@@ -435,7 +435,7 @@ class Optimizer(Counted):
             raise NotImplementedError(
                 "experimental_aggregate_gradients=False is not supported: gradients are always summed"
             )
-        apply_gradients([(self, grads_and_vars)])
+        bring([unzipped(self, grads_and_vars)], SUMMED)
 
     # --- how it is done ---------------------------------------------------------------------------------------
 

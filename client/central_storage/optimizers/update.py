@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from central_storage.core.backends import Combining, Group
 from central_storage.core.context import current_replica, get_replica_context, has_strategy
@@ -19,21 +19,17 @@ from .checks import fitting, fitting_rows
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ReplicaBackend
+    from central_storage.core.backends import ReplicaBackend, Strategy
 
-__all__ = ["apply_gradients", "checked_variable"]
-
-
-# The default: gradients are summed, without weight or bound.
-_SUMMED = Combining()
+__all__ = ["SUMMED", "apply_gradients", "bring", "checked_variable", "unzipped"]
 
 
-class _Given(NamedTuple):
-    """What the user gives for one optimizer. No pair is kept: ten thousand would set the garbage collector off."""
+#: The default: gradients are summed, without weight or bound.
+SUMMED = Combining()
 
-    optimizer: Weights
-    gradients: list[Any]
-    variables: list[Variable]
+#: What the user gives for one optimizer: the gradients and their variables. No pair is kept: ten thousand would set the
+#: garbage collector off.
+Given: TypeAlias = tuple[Weights, list[Any], list[Variable]]
 
 
 def apply_gradients(
@@ -86,7 +82,7 @@ def apply_gradients(
         ...     print(w.numpy(), b.numpy(), fast.iterations, slow.iterations)
         [-0.5  1. ] -1.0 1 1
     """
-    _bring([_unzipped(group) for group in groups], _combining(global_clipnorm, weight, clip_epsilon))
+    bring([unzipped(*_checked_group(group)) for group in groups], _combining(global_clipnorm, weight, clip_epsilon))
 
 
 def checked_variable(optimizer: Weights, variable: object) -> Variable:
@@ -98,24 +94,29 @@ def checked_variable(optimizer: Weights, variable: object) -> Variable:
     return variable
 
 
-def _bring(given: Sequence[_Given], combining: Combining) -> None:
-    backend = None
-    optimizers = [optimizer for optimizer, _, _ in given]
-    for optimizer in optimizers:
-        backend = current_replica(optimizer.strategy)
+def bring(given: Sequence[Given], combining: Combining) -> None:
+    """Bring what the user gives to the strategy. Raises as :func:`apply_gradients` does."""
+    strategy = backend = None
+    for optimizer, _, _ in given:
+        strategy = optimizer.strategy
+        backend = current_replica(strategy)
         if backend is None:
             raise ContextError(_why_not_here(optimizer))
-    if len(optimizers) > 1 and len(set(optimizers)) < len(optimizers):
-        twice = next(each for each in optimizers if optimizers.count(each) > 1)
-        raise ValueError(f"apply_gradients: optimizer {twice.name} appears twice; join its pairs in one list")
-    given = [each for each in given if each.variables]
-    if backend is not None and given and not _applied_in_place(backend, given, combining):
+    if len(given) > 1:
+        optimizers = [optimizer for optimizer, _, _ in given]
+        if len(set(optimizers)) < len(optimizers):
+            twice = next(each for each in optimizers if optimizers.count(each) > 1)
+            raise ValueError(f"apply_gradients: optimizer {twice.name} appears twice; join its pairs in one list")
+        given = [each for each in given if each[2]]
+    if backend is None or strategy is None or not given or not given[0][2]:
+        return
+    if not _applied_in_place(strategy, backend, given, combining):
         _apply(backend, given, combining)
 
 
 def _combining(global_clipnorm: object, weight: object, clip_epsilon: object) -> Combining:
     if global_clipnorm is None and weight is None and type(clip_epsilon) is float and not clip_epsilon:
-        return _SUMMED
+        return SUMMED
     bound = None if global_clipnorm is None else _not_negative("global_clipnorm", global_clipnorm)
     epsilon = _not_negative("clip_epsilon", clip_epsilon)
     return Combining(
@@ -134,7 +135,7 @@ def _not_negative(name: str, value: Any) -> float:
     return number
 
 
-def _unzipped(group: Any) -> _Given:
+def _checked_group(group: Any) -> tuple[Weights, Any]:
     try:
         optimizer, pairs = group
     except (TypeError, ValueError):
@@ -143,6 +144,11 @@ def _unzipped(group: Any) -> _Given:
         raise InvalidArgumentError(
             "apply_gradients takes pairs of an optimizer and its pairs, as in [(optimizer, [(gradient, variable)])]"
         )
+    return optimizer, pairs
+
+
+def unzipped(optimizer: Weights, pairs: Any) -> Given:
+    """The gradients and the variables of ``pairs``. Raises InvalidArgumentError if these are no pairs."""
     gradients, variables = [], []
     for pair in pairs:
         try:
@@ -154,7 +160,7 @@ def _unzipped(group: Any) -> _Given:
             ) from None
         gradients.append(gradient)
         variables.append(variable)
-    return _Given(optimizer, gradients, variables)
+    return optimizer, gradients, variables
 
 
 def _why_not_here(optimizer: Weights) -> str:
@@ -169,26 +175,27 @@ def _why_not_here(optimizer: Weights) -> str:
     return f"optimizer {optimizer.name} belongs to another strategy"
 
 
-def _applied_in_place(backend: ReplicaBackend, given: Sequence[_Given], combining: Combining) -> bool:
+def _applied_in_place(
+    strategy: Strategy, backend: ReplicaBackend, given: Sequence[Given], combining: Combining
+) -> bool:
     """Apply the gradients if they are exactly the buffers that ``gradient_buffers`` returned for these variables: then
     nothing has to be checked one by one. Return whether they were."""
-    first = given[0]
-    if len(given) == 1:
-        gradients, variables = first.gradients, first.variables
-    else:
-        gradients = [gradient for each in given for gradient in each.gradients]
-        variables = [variable for each in given for variable in each.variables]
-    assert first.optimizer.strategy is not None
-    found = first.optimizer.strategy.variable_sets.find(variables)
+    counts: tuple[tuple[int, int], ...] = ()
+    gradients: list[Any] = []
+    variables: list[Variable] = []
+    for optimizer, each_gradients, each_variables in given:
+        counts += ((handle_id(optimizer)[1], len(each_variables)),)
+        gradients += each_gradients
+        variables += each_variables
+    found = strategy.variable_sets.find(variables)
     if found is None or not found.is_free:
         return False
-    counts = tuple([(handle_id(optimizer)[1], len(variables)) for optimizer, _, variables in given])
     return backend.apply_buffers(counts, gradients, found.numbers, combining, call_site())
 
 
-def _apply(backend: ReplicaBackend, given: Sequence[_Given], combining: Combining) -> None:
+def _apply(backend: ReplicaBackend, given: Sequence[Given], combining: Combining) -> None:
     """Note a step of each optimizer, wherever the gradients lie."""
-    title = f"{given[0].optimizer.name}.apply_gradients" if len(given) == 1 else "apply_gradients"
+    title = f"{given[0][0].name}.apply_gradients" if len(given) == 1 else "apply_gradients"
     left = [_without_none(each) for each in given]
     if not any(left):
         raise ValueError(f"{title}: every gradient is None, so nothing is left to apply")
@@ -203,14 +210,14 @@ def _apply(backend: ReplicaBackend, given: Sequence[_Given], combining: Combinin
         if len(others) < len(gradients):
             missing = [v.name for gradient, v in zip(gradients, variables, strict=True) if gradient is None]
             warn(f"{optimizer.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning)
-    groups = [_group(each.optimizer, pairs) for each, pairs in zip(given, left, strict=True) if pairs]
+    groups = [_group(optimizer, pairs) for (optimizer, _, _), pairs in zip(given, left, strict=True) if pairs]
     backend.apply(groups, combining, call_site())
     context = get_replica_context()
     if constrain is not None and context is not None:
         context.merge_call(constrain)
 
 
-def _without_none(given: _Given) -> list[tuple[Any, Variable]]:
+def _without_none(given: Given) -> list[tuple[Any, Variable]]:
     """The pairs with a gradient. Raises for something else than variables of the optimizer's strategy."""
     optimizer, gradients, variables = given
     for variable in variables:

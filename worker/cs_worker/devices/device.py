@@ -128,7 +128,7 @@ class _Host:
         return np.take(parameters.view(number), rows, axis=0)  # three times as fast as indexing
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [place.view() for place in places]
+        return list(map(np.ndarray.view, places))
 
     def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> None:
         return None

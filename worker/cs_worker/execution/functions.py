@@ -43,7 +43,8 @@ class Functions:
         held = self._held.get(is_nested)
         if held is None or held.sender != sender:  # another controller, which has not sent these functions
             held = self._held[is_nested] = _Held(sender, self._look)
-        return held.load(run, resolve)
+        function = held.frozen.get(run.digest) if run.frozen else None
+        return held.load(run, resolve) if function is None else function
 
     def forget(self, sender: bytes, digests: Iterable[bytes]) -> None:
         """``sender`` does not run these frozen functions again."""
@@ -61,15 +62,14 @@ class _Held:
         self._recent = FunctionCache(HELD_FUNCTIONS)
         self._pickles: dict[bytes, bytes] = {}
         self._frozen_pickles: dict[bytes, bytes] = {}
-        self._frozen: dict[bytes, Callable[..., Any]] = {}
+        self.frozen: dict[bytes, Callable[..., Any]] = {}
 
     def load(self, run: Run, resolve: Resolve) -> Callable[..., Any]:
+        """A new object for the function of a run."""
         if run.frozen:
-            function = self._frozen.get(run.digest)
-            if function is None:
-                function = load_function(self._take(run, self._frozen_pickles), resolve)
-                self._frozen[run.digest] = function
-                del self._frozen_pickles[run.digest]  # not earlier: a failed import may succeed at the next run
+            function: Callable[..., Any] = load_function(self._take(run, self._frozen_pickles), resolve)
+            self.frozen[run.digest] = function
+            del self._frozen_pickles[run.digest]  # not earlier: a failed import may succeed at the next run
             return function
         self._recent.touch(run.digest)
         for digest in [digest for digest in self._pickles if digest not in self._recent]:
@@ -79,7 +79,7 @@ class _Held:
 
     def forget(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
-            self._frozen.pop(digest, None)
+            self.frozen.pop(digest, None)
             self._frozen_pickles.pop(digest, None)
 
     def _take(self, run: Run, pickles: dict[bytes, bytes]) -> bytes:

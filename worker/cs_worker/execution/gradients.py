@@ -46,22 +46,18 @@ class GradientBuffers:
         self._handed_out.append((tuple(arrays), numbers))
         return arrays
 
-    def are_handed_out(self, gradients: Sequence[np.ndarray], numbers: Numbers) -> bool:
-        """Whether ``gradients`` are the very arrays that were handed out last, for these variables, on the host and in
-        memory that the server sees. Then they lie in their places and fit."""
+    def handed_out(self, gradients: Sequence[np.ndarray], numbers: Numbers) -> int | None:
+        """The current set if ``gradients`` are the very arrays that were handed out last, for these variables, on the
+        host and in memory that the server sees; else None. Then they lie in their places and fit."""
         if not self._handed_out or not self._device.is_host or self._catalogue.carries:
-            return False
+            return None
         arrays, last = self._handed_out[-1]
-        return (
+        are_the_last = (
             last == numbers
             and len(numbers.members) == len(numbers) == len(gradients)
             and all(map(operator.is_, gradients, arrays))
         )
-
-    @property
-    def current(self) -> int:
-        """The set of which arrays have been handed out."""
-        return self._free[0]
+        return self._free[0] if are_the_last else None
 
     def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
         """Bring the gradients of variables into the current set and say which it is; its number is 2 higher where they

@@ -23,7 +23,7 @@ from cs_proto.messages import Run
 
 from .worker_context import WorkerContext
 
-__all__ = ["Numerics", "named", "numerics_of"]
+__all__ = ["Numerics", "named"]
 
 _log = logging.getLogger("central_storage.worker")
 
@@ -41,11 +41,6 @@ class _Found(NamedTuple):
     number: int
     dtype: np.dtype[Any]
     bad: Bad
-
-
-def numerics_of(shop: WorkerContext, run: Run) -> Numerics | None:
-    """What looks at the gradients of ``run``; None if nothing does."""
-    return None if run.check_numerics == "off" else Numerics(shop, run)
 
 
 def named(shop: WorkerContext, run: Run) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from cs_worker.devices.device import place
 from cs_worker.session.core import path_text
 
 from .gradients import GradientBuffers
-from .numerics import named, numerics_of
+from .numerics import Numerics, named
 from .outgoing import FRAMES, Placing, raised_error, row_gradients
 from .worker_context import WorkerContext
 
@@ -59,11 +59,13 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
                 "a replica's variables, optimizers and context are used in the thread of its function; hand arrays to "
                 "other threads instead"
             )
-        with self._shop.interrupts.own_code():
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                reading.epoch = None  # what it has written is to be seen
+        interrupts = self._shop.interrupts
+        before = interrupts.switch(False)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            reading.epoch = None  # what it has written is to be seen
+            interrupts.switch(before)
 
     functools.update_wrapper(call, method)
     return call
@@ -93,8 +95,10 @@ class Replica:
         self.buffers: GradientBuffers = GradientBuffers(
             shop.catalogue, shop.device, None if outer is None else outer.buffers
         )
-        self._numerics = numerics_of(shop, run)
-        self._named = named(shop, run)
+        self._numerics: Numerics | None = None
+        self._named: dict[str, Any] = {}
+        if run.check_numerics != "off":
+            self._numerics, self._named = Numerics(shop, run), named(shop, run)
         # The variables that this replica has written since the last commit that it knows of.
         self._written: frozenset[int] = frozenset()
         self._stepped: set[int] = set()
@@ -273,20 +277,23 @@ class Replica:
     ) -> bool:
         """As :meth:`apply`, where ``gradients`` are what was handed out last, for these variables; else nothing is done
         and False returned. They need no look one by one."""
-        if not self.buffers.are_handed_out(gradients, numbers):
+        current = self.buffers.handed_out(gradients, numbers)
+        if current is None:
             return False
-        self._refuse_after_failure()
+        if self._failed is not None:
+            self._refuse_after_failure()
         if self._numerics is not None:
-            self._numerics.look_at_buffers(numbers, self.buffers.current, combining.weight, site)
-        key = (self.count, site, counts, numbers, self.buffers.current, combining, bool(self._named))
+            self._numerics.look_at_buffers(numbers, current, combining.weight, site)
+        key = (self.count, site, counts, numbers.key, current, combining, bool(self._named))
         point = self._shop.applies.get(key)
         if point is None:
             parts = [(*each, ()) for each in numbers.divided(counts)]
-            self._learn(key, self._bring_apply(parts, self.buffers.current, combining, site))
+            self._learn(key, self._bring_apply(parts, current, combining, site))
         else:
             self._note(point)
-            self._written = self._written.union(numbers.members)
-            self._stepped.update([optimizer for optimizer, _ in counts])
+            self._written = self._written | numbers.members if self._written else numbers.members
+            for optimizer, _ in counts:
+                self._stepped.add(optimizer)
         self.buffers.note()
         return True
 
@@ -413,7 +420,8 @@ class Replica:
     def send_return(self, value: Value | None, error: Error | None) -> None:
         """Tell the server that the function has returned or raised, with the notes that are left."""
         shop = self._shop
-        shop.device.settle()  # if that fails, this process must end: the arrays of its notes are not there
+        if not shop.device.is_host:
+            shop.device.settle()  # if that fails, this process must end: the arrays of its notes are not there
         failpoint("worker.return")
         if value is None or not shop.conversation.mark_return(self._sent, self._notes, self.count, value):
             self._send_return(value, error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as Pairs
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 
@@ -82,7 +82,8 @@ class WrittenPages:
         self._lifeline = lifeline
         self._replica = replica
         self._name = name
-        self._shown: WeakKeyDictionary[Mapping, _Shown] = WeakKeyDictionary()
+        # By mapping, as long as that lives. WeakKeyDictionary takes nine calls to say that it is empty.
+        self._shown: dict[ref[Mapping], _Shown] = {}
         self._protected: set[int] = set()
         self._pagemap: Pagemap | None = None
         self._is_blind = False
@@ -101,19 +102,23 @@ class WrittenPages:
         found = record.place.offset, record.place.offset + record.array.nbytes
         if not mapping.copies_on_write or found[0] == found[1]:
             return
-        self._shown.setdefault(mapping, _Shown()).add(record.number, *found)
+        key = ref(mapping)
+        if key not in self._shown:
+            key = ref(mapping, lambda gone: self._shown.pop(gone, None))
+            self._shown[key] = _Shown()
+        self._shown[key].add(record.number, *found)
         if record.number in self._protected:
             mapping.protect([found])
 
     def leave(self, mapping: Mapping) -> None:
         """Variables are preserved in this mapping, and are read from another one from now on."""
-        self._shown.pop(mapping, None)
+        self._shown.pop(ref(mapping), None)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These variables are freed: others may lie in their places from now on."""
         numbers = set(numbers)
         self._protected -= numbers
-        for mapping, shown in self._shown.items():
+        for mapping, shown in self._living():
             gone = numbers & shown.ranges.keys()
             if gone:
                 self.look(mapping)
@@ -123,14 +128,14 @@ class WrittenPages:
     def protect(self, numbers: Iterable[int]) -> None:
         """Make these variables unwritable, here and wherever they are mapped later."""
         numbers = set(numbers) - self._protected
-        for mapping, shown in self._shown.items():
+        for mapping, shown in self._living():
             mapping.protect([shown.ranges[number] for number in numbers & shown.ranges.keys()])
         self._protected |= numbers
 
     def restore(self, numbers: Iterable[int]) -> None:
         """Give back what was written to these variables."""
         numbers = set(numbers)
-        for mapping, shown in self._shown.items():
+        for mapping, shown in self._living():
             mapping.restore([shown.ranges[number] for number in numbers & shown.ranges.keys()])
 
     def fail(self, sites: Pairs[int, str]) -> VariableWrittenError:
@@ -144,7 +149,7 @@ class WrittenPages:
     def look(self, mapping: Mapping) -> None:
         """Find the variables that were written in a mapping, and give their pages back. :meth:`refuse` and
         :meth:`end_run` raise the error about them. Where pages cannot be looked at any more, all are given back."""
-        shown = self._shown.get(mapping)
+        shown = self._shown.get(ref(mapping))
         if shown is not None:
             self._look(mapping, shown)
 
@@ -160,10 +165,12 @@ class WrittenPages:
     @property
     def are_small(self) -> bool:
         """Whether all variables that were read are so small that looking at them costs next to nothing."""
-        return self._are_small(self._shown.items())
+        return sum([each.nbytes for each in list(self._shown.values())]) <= _SMALL_NBYTES
 
-    def _are_small(self, shown: Iterable[tuple[Mapping, _Shown]]) -> bool:
-        return sum(each.nbytes for _, each in shown) <= _SMALL_NBYTES
+    def _living(self) -> list[tuple[Mapping, _Shown]]:
+        """What was shown in each mapping. A mapping may go at any moment, but not while the list holds it."""
+        each = [(key(), shown) for key, shown in list(self._shown.items())]
+        return [(mapping, shown) for mapping, shown in each if mapping is not None]
 
     def refuse(self) -> None:
         """Raise VariableWrittenError if variables were found written in this run."""
@@ -181,10 +188,9 @@ class WrittenPages:
     def end_run(self) -> None:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
-        shown = list(self._shown.items())
-        if self._are_small(shown) or self._runs >= _RUNS_BETWEEN:
-            for mapping, each in shown:
-                self._look(mapping, each)
+        if not self._shown or self._runs >= _RUNS_BETWEEN or self.are_small:
+            for mapping, shown in self._living() if self._shown else ():
+                self._look(mapping, shown)
             since, self._since, self._runs = self._since, None, 0
         else:
             since = self._since

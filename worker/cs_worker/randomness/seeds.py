@@ -36,12 +36,13 @@ class Seeds:
     does for a small run, so it is done before the run comes, if the run can be foreseen.
     """
 
-    def __init__(self, device: Callable[[int], None]) -> None:
-        """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
+    def __init__(self, device: Callable[[int], None] | None) -> None:
+        """``device`` seeds the generator of the replica's device, with a number of 32 bits; None if it has none of its
+        own."""
         self._device = device
         # One object for all runs: to make another takes ten times as long as to set its state.
         self._philox = np.random.Philox(0)
-        self._state = self._philox.state
+        self._state: Any = self._philox.state
         self._generator: Any = getattr(random.random, "__self__", None)
         self._python = _words_of(self._generator)
         # NumPy's bit generator, and its state in memory: the words, and the place of the next one, uint32 [625].
@@ -59,7 +60,8 @@ class Seeds:
             words = self._set(streams)
         torch, device = words[-2:].tolist()
         GENERATORS.seed(torch)
-        self._device(device & 0xFFFFFFFF)
+        if self._device is not None:
+            self._device(device & 0xFFFFFFFF)
 
     def foresee(self, streams: Streams) -> None:
         """The next run is probably this one: set its states now. If it is, and nobody has drawn a number or set a state
@@ -78,12 +80,18 @@ class Seeds:
 
     def _set(self, streams: Streams) -> np.ndarray:
         """Set the states, and return the words of the stream."""
-        self._state["state"] = {"counter": streams.counter(Purpose.STATES), "key": streams.key}
+        self._state["state"] = streams.beginning(Purpose.STATES)
         self._philox.state = self._state
         words = self._philox.random_raw(_WORDS + 2)
         halves = words.view(np.uint32)
         self._set_numpy(halves[:_WORDS])
-        self._set_python(halves[_WORDS : 2 * _WORDS])
+        python = halves[_WORDS : 2 * _WORDS]
+        if self._python is None:
+            random.setstate((3, (*python.tolist(), _WORDS), None))
+        else:
+            self._python[0] = _WORDS
+            self._python[1:] = python
+            self._generator.gauss_next = None  # the second number of a normal pair
         return words
 
     def _set_numpy(self, words: np.ndarray) -> None:
@@ -98,14 +106,6 @@ class Seeds:
             memory = (ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address)
             self._numpy = bits, np.ctypeslib.as_array(memory)
         self._numpy[1][:_WORDS] = words
-
-    def _set_python(self, words: np.ndarray) -> None:
-        if self._python is None:
-            random.setstate((3, (*words.tolist(), _WORDS), None))
-            return
-        self._python[0] = _WORDS
-        self._python[1:] = words
-        self._generator.gauss_next = None  # the second number of a normal pair
 
 
 def _words_of(generator: Any) -> np.ndarray | None:

@@ -28,8 +28,7 @@ class TorchGenerators:
     def seed(self, number: int) -> None:
         """Seed all generators with ``number`` (64 bits), also those that appear before the next call."""
         self._number = number
-        torch = self._loaded()
-        if torch is not None:
+        if "torch" in sys.modules and (torch := self._loaded()) is not None:
             torch.default_generator.manual_seed(number)
             if self._cuda.is_initialized():
                 self._seed_cuda()

@@ -63,17 +63,20 @@ class Conversation:
 
     def next_work(self) -> tuple[bytes, core.Work]:
         """The controller's next record to act on, and the controller's identity. The run before it is over."""
-        self._carry_out(self.session.end_run())
-        while (work := self.session.next_work()) is None:
-            if (step := self.session.waiting_step) is not None:
-                self.prepare(step)
-            self._receive(None, self.session.quiet_peer)
+        session = self.session
+        if outputs := session.end_run():
+            self._carry_out(outputs)
+        while (work := session.next_work()) is None:
+            if session.waiting_step is not None:
+                self.prepare(session.waiting_step)
+            self._receive(None, session.quiet_peer)
         return work
 
     def begin_run(self, controller: bytes, run: Run) -> None:
         """A run of the controller begins."""
         self.session.begin_run(controller, run)
-        if not self.session.is_cancelled():  # else its SIGINT may come late: a step can be cancelled before it begins
+        # If it is cancelled, its SIGINT may come late: a step can be cancelled before it begins.
+        if self._cancels and not self.session.is_cancelled():
             self._interrupts.begin_run()
 
     def say(self, path: RunId, record: Record) -> None:
@@ -144,9 +147,11 @@ class Conversation:
     def _receive(self, timeout: float | None, quiet: bytes | None = None) -> bool:
         """Receive one record and do what follows; False where none came within ``timeout`` seconds."""
         received = self.link.receive(timeout, quiet)
-        if received is not None:
-            self._carry_out(self.session.hear(*received))
-        return received is not None
+        if received is None:
+            return False
+        if outputs := self.session.hear(*received):
+            self._carry_out(outputs)
+        return True
 
     def _fetch_cancel(self, timeout: float) -> None:
         """Take in what has arrived until a Cancel is among it. Called between two steps of the user's code."""

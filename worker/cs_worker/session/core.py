@@ -169,6 +169,11 @@ class SessionCore:
         #: Counts the moments at which variables may have changed: a run or a nested run begins, or a wait for anything
         #: but bytes begins or ends.
         self.waits = 0
+        #: The step that begins when the server has said that the step before it is over, if :meth:`next_work` has found
+        #: one.
+        self.waiting_step: Run | None = None
+        #: The controller whose further steps need not wake this worker: the server's word comes before them.
+        self.quiet_peer: bytes | None = None
         self._register = register
         self._peers = peers
         self._work: deque[tuple[bytes, Work]] = deque()
@@ -199,33 +204,24 @@ class SessionCore:
 
     def next_work(self) -> tuple[bytes, Work] | None:
         """The controller's next record to act on, with the controller's identity; None if it has to wait."""
+        self.waiting_step = None
         if not self._work:
             return None
         controller, work = self._work[0]
         if isinstance(work, Run) and work.series and self._step is not None:
             before, step = self._step
-            if (before, step.series) == (controller, work.series):
+            if before == controller and step.series == work.series:
                 # Variables are read without a question, so the step before must have been committed.
+                self.waiting_step = work
                 return None
         return self._work.popleft()
-
-    @property
-    def waiting_step(self) -> Run | None:
-        """The step that begins when the server has said that the step before it is over."""
-        work = self._work[0][1] if self._work else None
-        return work if isinstance(work, Run) else None
-
-    @property
-    def quiet_peer(self) -> bytes | None:
-        """The controller whose further steps need not wake this worker: the server's word comes before them."""
-        return self._step[0] if self._step is not None else None
 
     def begin_run(self, controller: bytes, run: Run) -> None:
         """A run of the controller begins, so the run before it is over."""
         self.waits += 1
         self._run = (controller, run.run)
         self._client = self._peers[controller].client
-        self._step = (controller, run) if run.series else None
+        self._step, self.quiet_peer = ((controller, run), controller) if run.series else (None, None)
         self._unclaimed.clear()
         self._said.clear()
         self._taken.clear()
@@ -378,25 +374,28 @@ class SessionCore:
         return [Drop(SERVER, record, "this worker is not registered yet")]
 
     def _hear_server(self, record: Record) -> list[Output]:
+        if isinstance(record, messages.StepFinished) and self._step is not None and record.run == self._step[1].run:
+            return self._finish_step(*self._step, failed=record.failed)
         if isinstance(record, messages.Registered | messages.WorkerRestarted):
             return [NoteWorkers(record)]
         if isinstance(record, messages.Refused) and record.error.exception == _FENCED:
             return [GiveUp(record.error.message)]
-        if isinstance(record, messages.StepFinished) and self._step is not None and record.run == self._step[1].run:
-            return self._finish_step(*self._step, failed=record.failed)
         if self._run is None and not self._waiting:
             return [Drop(SERVER, record, "nobody waits for it")]
         self._unclaimed.append(record)
         return []
 
     def _finish_step(self, controller: bytes, step: Run, *, failed: bool) -> list[Output]:
-        self._step = None
+        self._step = self.quiet_peer = None
         self._said.clear()
         self._returns.taken()
         if not failed:
             return []
         self._failed = (controller, step.series)
-        dropped = self._drop_work(self._is_of_failed_series, "a step before it failed")
+        dropped = self._drop_work(
+            lambda sender, work: isinstance(work, Run) and (sender, work.series) == self._failed,
+            "a step before it failed",
+        )
         if any(isinstance(work, Run) for _, work in self._work):
             self._failed = None
         return dropped
@@ -409,7 +408,7 @@ class SessionCore:
         elif isinstance(record, messages.ClientGone):
             self._gone_client = record.client
             self._gone_controller = next((n for n, who in self._peers.items() if who.client == record.client), b"")
-            dropped = self._drop_work(self._is_of_gone_controller, "its controller has gone")
+            dropped = self._drop_work(lambda sender, work: sender == self._gone_controller, "its controller has gone")
             return [*dropped, NoteCancel(), *self._confirm_gone()]
         return []
 
@@ -433,11 +432,11 @@ class SessionCore:
             return _refuse(
                 controller, record, "a worker accepts Prepare, Run, Cancel and Forget from a controller only"
             )
-        if self._is_of_gone_controller(controller, record):
+        if controller == self._gone_controller:
             return [Drop(controller, record, "its controller has gone")]
-        if self._is_of_failed_series(controller, record):
-            return [Drop(controller, record, "a step before it failed")]
         if isinstance(record, Run):
+            if (controller, record.series) == self._failed:
+                return [Drop(controller, record, "a step before it failed")]
             self._failed = None
             if not record.series and self._run is None:
                 self._returns.taken()
@@ -462,12 +461,6 @@ class SessionCore:
     @property
     def _is_waiting(self) -> bool:
         return bool(self._waiting) and self._waiting[-1] is not None
-
-    def _is_of_gone_controller(self, controller: bytes, work: Work) -> bool:
-        return controller == self._gone_controller
-
-    def _is_of_failed_series(self, controller: bytes, work: Work) -> bool:
-        return isinstance(work, Run) and (controller, work.series) == self._failed
 
     def _drop_work(self, is_dropped: Callable[[bytes, Work], bool], why: str) -> list[Output]:
         """Take work out of the queue that will never be done."""

@@ -37,6 +37,8 @@ class MarkedReturns:
         # How many records the server was sent up to the last Return.
         self._sent = _NEVER
         self._is_taken = False
+        # The base that the last bytes of :meth:`body` name.
+        self._named: Return | None = None
 
     def said(self, controller: bytes, returned: Return, sent: int) -> None:
         """The server was sent ``returned`` in full, of a run of ``controller``. It was the record number ``sent``."""
@@ -46,11 +48,11 @@ class MarkedReturns:
         self._is_taken = False
 
     def marked(self, run: Run, body: bytes) -> Callable[[], Return]:
-        """The mark with these bytes said that ``run`` has returned. The result makes the Return for which it stands."""
-        base = self._bases.get(marks.base_of(body))
-        assert base is not None
+        """The mark with these bytes, the last ones of :meth:`body`, said that ``run`` has returned. The result makes
+        the Return for which it stands."""
+        assert self._named is not None
         self._is_taken = False
-        return partial(marks.returned, base, run.run[0], body)
+        return partial(marks.returned, self._named, run.run[0], body)
 
     def taken(self) -> None:
         """The last Return has been acted on, so the server has taken it and all that it was sent before."""
@@ -69,7 +71,7 @@ class MarkedReturns:
             return None
         if run.changes or len(run.run) > 1 or value.arrays:
             return None
-        base = self._bases.find(run.series, run.lookahead, notes, count, run.name)
+        base = self._named = self._bases.find(run.series, run.lookahead, notes, count, run.name)
         if base is None:
             return None
         return marks.marked(base.run[0], value.body, run.step if base.name else None)

@@ -22,7 +22,7 @@ from cs_proto.peers import SERVER
 from cs_proto.records import Buffer, Record
 from cs_runtime.logs import Complaints
 from cs_runtime.trace import moments
-from cs_runtime.transport.channel import Channel, Received
+from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_worker.baton import Baton
 from cs_worker.config import Config
@@ -39,6 +39,8 @@ moment = moments("worker")
 
 # The most answers that wait for a peer of the ROUTER that does not read; it can do without the others.
 _UNREAD = 1000
+# The records that may be about a mailbox.
+_ABOUT_MAILBOXES = (messages.Offer, messages.Serving)
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
 # The worker looks for mail this long before it sleeps, in seconds: longer than a client or server takes to answer.
@@ -56,6 +58,8 @@ class Link:
         then runs here; ``turns`` hears of every wait."""
         self._config = config
         self._lifeline = lifeline
+        #: The processes that may send messages to this worker.
+        self.peers: Mapping[bytes, messages.Introduce] = lifeline.peers
         self._gone = gone
         self._process = os.getpid()
         #: How many records the server was sent.
@@ -85,11 +89,6 @@ class Link:
         """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
         return os.getpid() != self._process
 
-    @property
-    def peers(self) -> Mapping[bytes, messages.Introduce]:
-        """The processes that may send messages to this worker."""
-        return self._lifeline.peers
-
     def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
         """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit). What
         ``quiet`` posts wakes nobody: nothing can be done with it before others have spoken.
@@ -102,9 +101,10 @@ class Link:
                 received = self._channel.receive(
                     None if timeout is None else max(0.0, deadline - time.monotonic()), quiet
                 )
-                if received is not None and not self._is_of_mailbox(received):
-                    peer = received.peer
-                    return COLLEAGUE if peer.startswith(COLLEAGUE) else peer, received.record
+                if received is not None:
+                    peer, record, _ = received
+                    if not isinstance(record, _ABOUT_MAILBOXES) or not self._is_of_mailbox(peer, record):
+                        return COLLEAGUE if peer.startswith(COLLEAGUE) else peer, record
             except ShutdownError:
                 self._gone()
             if received is None and time.monotonic() >= deadline:
@@ -118,9 +118,8 @@ class Link:
         except ShutdownError:
             self._gone()
 
-    def _is_of_mailbox(self, received: Received) -> bool:
+    def _is_of_mailbox(self, peer: bytes, record: Record) -> bool:
         """Whether it is about the mailbox of the controller, and so done with. Another server gets another mailbox."""
-        peer, record, _ = received
         who = self.peers.get(peer)  # nobody introduces the server, or a worker to which this one connects
         if isinstance(record, messages.Offer) and who is not None and who.role == "controller":
             for other in self._channel.mailboxes.peers():
@@ -191,7 +190,8 @@ class Link:
                 "a process that a replica function forks is not a replica; use variables, optimizers and the context "
                 "in the function itself"
             )
-        moment("sent", _run_of(record))  # before the peer can act on it, as in `mark_server`
+        # Before the peer can act on it, as in `mark_server`.
+        moment("sent", record.run[0] if isinstance(record, messages.OfRun) else 0)
         self._channel.send(peer, parts)
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
@@ -202,7 +202,7 @@ class Link:
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
-        moment("decoded", _run_of(record))
+        moment("decoded", record.run[0] if isinstance(record, messages.OfRun) else 0)  # 0: it belongs to no run
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("received from %r: %.300r", sender, record)
         return record
@@ -218,8 +218,3 @@ def _step_finished(peer: bytes, number: int, body: bytes) -> Record:
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("received from %r: the mark of run %d", peer, number)
     return messages.StepFinished((number,), False)
-
-
-def _run_of(record: Record) -> int:
-    """The number of the script's run that the record belongs to; 0 if it belongs to none."""
-    return record.run[0] if isinstance(record, messages.OfRun) else 0
