@@ -265,8 +265,8 @@ class Playbook:
         return self
 
     def does(self, event: Event) -> list[Command]:
-        """Give ``event``; what the core commands. Runs are decoded."""
-        commands = [_decoded(command) for command in self._give(event)]
+        """Give ``event``; what the core commands, and the Runs that it has sent."""
+        commands = self._give(event)
         self._account(event, commands)
         self.transcript += [f"> {event}", *(f"    {command}" for command in commands)]
         for command in commands:
@@ -337,7 +337,8 @@ class Playbook:
             )
             for replica, lacks in enumerate(beginning.lacks)
         ]
-        return self.core.begin_run(self.series, beginning, said, function, [])
+        encoded = self.core.begin_run(self.series, beginning, said, function, [])
+        return [Post(peer, decode(parts, WORK_LIMITS)) for peer, parts in encoded]
 
     def _account(self, event: Event, commands: list[Command]) -> None:
         posts = [command for command in commands if isinstance(command, Post)]
@@ -384,9 +385,3 @@ class Playbook:
     def told_again(self) -> list[Command]:
         """What must follow when another server serves."""
         return [OfferMailbox(), asked(HELLO), *map(asked, self.told), *map(asked, self.asked)]
-
-
-def _decoded(command: Command) -> Command:
-    if isinstance(command, Post) and not isinstance(command.message, Record):
-        return Post(command.peer, decode(command.message, WORK_LIMITS), command.function)
-    return command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cs_proto import messages
 from cs_proto.frozen import frozen
 from cs_proto.messages import RunFinished, Worker
-from cs_proto.records import Buffer, Record
+from cs_proto.records import Record
 
 __all__ = [
     "Command",
@@ -33,11 +33,11 @@ def worker_name(replica: int) -> bytes:
 
 @frozen
 class Post:
-    """Send ``message`` to ``peer``: a record, or the parts of one that is encoded already. A Run that has to bring its
-    function is without it: the bytes ``function`` are to be placed first."""
+    """Send ``message`` to ``peer``. A Run that has to bring its function is without it: the bytes ``function`` are to
+    be placed first."""
 
     peer: bytes
-    message: Record | list[Buffer]
+    message: Record
     function: bytes | None = None
 
 

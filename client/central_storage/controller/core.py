@@ -10,7 +10,7 @@ server something, so waits form a stack, and what is heard is for whichever of t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from cs_proto.codec import encode_values
 from cs_proto.errors import ReplicaLostError
 from cs_proto.failures import last_lines
 from cs_proto.function_cache import HeldFunctions
-from cs_proto.messages import Counters, Died, Refused, RunFinished, RunId, Worker
+from cs_proto.messages import Counters, Died, Refused, Run, RunFinished, RunId, Worker
 from cs_proto.pace import NAME_AFTER, Pace
 from cs_proto.peers import SERVER
-from cs_proto.records import Record, replace
+from cs_proto.records import Buffer, Record, replace
 
 from .commands import (
     Command,
@@ -54,7 +54,8 @@ _WORDS_HOLD = 25.0
 class Beginning(NamedTuple):
     """The numbers of the next run: its ``step`` among the runs of the function of this ``name``, the first run of its
     ``series`` (0: it is on its own), the part of the arena for its arguments and into how many it is divided. By
-    replica: whether the worker ``lacks`` the function, and which functions it ``holds`` then."""
+    replica: whether the worker ``lacks`` the function, and which functions it ``holds`` then. ``function`` is its
+    digest, and whether it is frozen."""
 
     run: RunId
     name: str
@@ -65,6 +66,7 @@ class Beginning(NamedTuple):
     parts: int
     lacks: list[bool]
     holds: list[HeldFunctions]
+    function: tuple[bytes, bool]
 
 
 class ControllerCore:
@@ -78,17 +80,23 @@ class ControllerCore:
         self._in_process = in_process
         self._sequence = 0
         self._waits: list[Wait] = []  # innermost last
-        self._left_off: Question | None = None  # a write that Ctrl-C left unanswered
+        #: A write that Ctrl-C left unanswered, and that :meth:`finish_write` waits for.
+        self.left_off: Question | None = None
         self._deaths = Liveness()
+        #: Raises :class:`ReplicaLostError` if no run can begin, because a worker died for good.
+        self.refuse_lost = self._deaths.refuse
         self._server_pid = 0
         self._welcome: messages.Welcome | None = None
         #: The workers in replica order, each as the latest incarnation that the server has named.
         self.workers: tuple[Worker, ...] = ()
         self._peers: list[bytes] = []
+        # What each worker holds; and the function of the last run, which needs no further account in the next one.
         self._held: list[HeldFunctions] = []
+        self._held_last: tuple[bytes, bool] | None = None
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
         self._where: tuple[list[str], str] | None = None
-        self._runs = 0
+        #: The number of the last run that was begun; 0 if there was none.
+        self.run = 0
         #: The runs by the name of their function, continued from a restored checkpoint, without steps that never began.
         self.steps: Counter[str] = Counter()
         self._latest: Series | None = None  # the one of which runs may be unanswered
@@ -120,7 +128,7 @@ class ControllerCore:
     def finish_write(self, now: float) -> Question | None:
         """Wait for the answer to a write that Ctrl-C has left: until it comes the server may read what the write names,
         and takes no other. None if there is no such write."""
-        question, self._left_off = self._left_off, None
+        question, self.left_off = self.left_off, None
         if question is not None:
             question.restart(now)
             self._waits.append(question)
@@ -128,16 +136,12 @@ class ControllerCore:
 
     def forget_functions(self, digests: Sequence[bytes]) -> list[Command]:
         """Nobody runs these frozen functions again, and no run is unanswered: the workers forget them."""
-        self._held = [held.without(digests) for held in self._held]
+        self._now_hold([held.without(digests) for held in self._held])
         return self._to_workers(messages.Forget((), functions=tuple(digests)))
 
     def forget_write(self) -> None:
         """Do not wait for the answer to a write that Ctrl-C has left."""
-        self._left_off = None
-
-    def refuse_lost(self) -> None:
-        """Raise :class:`ReplicaLostError` if no run can begin, because a worker died for good."""
-        self._deaths.refuse()
+        self.left_off = None
 
     def prepare(self, path: list[str], directory: str) -> list[Command]:
         """Tell the workers where the script lives, if that has changed: its ``sys.path`` and directory."""
@@ -147,23 +151,17 @@ class ControllerCore:
         self._prepared = messages.Prepare(tuple(map(str, path)), directory)
         return self._to_workers(self._prepared)
 
-    @property
-    def run(self) -> int:
-        """The number of the last run that was begun; 0 if there was none."""
-        return self._runs
-
     def next_run(self, series: Series, name: str, digest: bytes, frozen: bool) -> Beginning:
         """The numbers of the next run, of the function ``digest``. Nothing is counted before :meth:`begin_run`."""
-        run, parts = self._runs + 1, series.lookahead + 1
+        run, parts, function = self.run + 1, series.lookahead + 1, (digest, frozen)
         first = series.number or run
-        lacks, holds = [], []
-        for held in self._held:
-            is_held, after = held.touch(digest, frozen)
-            lacks.append(not is_held)
-            holds.append(after)
+        lacks, holds = [False] * len(self._held), self._held
+        if function != self._held_last:
+            touched = [held.touch(digest, frozen) for held in holds]
+            lacks, holds = [not is_held for is_held, _ in touched], [after for _, after in touched]
         number = first if series.lookahead else 0
         part = (run - first) % parts
-        return Beginning((run,), name, self.steps[name], number, series.lookahead, part, parts, lacks, holds)
+        return Beginning((run,), name, self.steps[name], number, series.lookahead, part, parts, lacks, holds, function)
 
     def begin_run(
         self,
@@ -172,18 +170,19 @@ class ControllerCore:
         said: list[tuple[Any, ...]],
         function: bytes,
         arguments: Sequence[tuple[bytes, tuple[memoryview, ...]]],
-    ) -> list[Command]:
-        """Send the run. ``said`` has the values of each replica's Run; the pickled ``function`` and the pickled
-        ``arguments`` are kept until the run is over. Raises LocalProtocolError where one of the messages is too large,
-        and then no replica begins."""
-        parts = [encode_values(messages.Run, values) for values in said]
+    ) -> list[tuple[bytes, list[Buffer]]]:
+        """Begin the run. Returns the workers and the messages for them. ``said`` has the values of each replica's Run;
+        the pickled ``function`` and the pickled ``arguments`` are kept until the run is over. Raises LocalProtocolError
+        where one of the messages is too large, and then no replica begins."""
+        encoded = [(peer, encode_values(Run, values)) for peer, values in zip(self._peers, said, strict=True)]
         sent = Sent(beginning.run, beginning.name, said, function, arguments, self._held if series.lookahead else [])
-        self._runs, self._held = beginning.run[0], beginning.holds
+        self.run = beginning.run[0]
+        self._now_hold(beginning.holds, beginning.function)
         self.steps[beginning.name] = beginning.step + 1
-        series.number = series.number or self._runs
+        series.number = series.number or self.run
         series.unanswered.append(sent)
         self._latest = series
-        return [Post(peer, message) for peer, message in zip(self._peers, parts, strict=True)]
+        return encoded
 
     def unsettled(self, series: Series | None) -> Series | None:
         """The steps for which an operation has to wait first, unless it is one of the same ``series``. None while
@@ -219,12 +218,14 @@ class ControllerCore:
             assert isinstance(outcome, BaseException)
             dropped = self._drop(series, outcome)
             if dropped:  # workers drop them, with the functions that these brought
-                self._held = dropped[0].held
+                self._now_hold(dropped[0].held)
         if self._told:
             unanswered = [sent.run for sent in series.unanswered]
             self._told = [told for told in self._told if told.run in unanswered]
-        wait.restart(now)
-        return self._advance(wait)
+        commands = self._advance(wait)
+        if not wait.is_over:
+            wait.restart(now)
+        return commands
 
     def fail(self, wait: Settling, error: BaseException) -> list[Command]:
         """The runs of ``wait`` are given up: the first of them fails with ``error``, the rest never begin."""
@@ -247,7 +248,7 @@ class ControllerCore:
         if self._early and wait.series.unanswered[0].run in self._early:
             return 0.0
         due = wait.started + _LATE_AFTER if wait.is_unreported else wait.due
-        return max(0.0, min(due - now, self._deaths.patience(now)))
+        return max(0.0, min(due, self._deaths.deadline) - now)
 
     def tick(self, now: float) -> list[Command]:
         """Time has passed."""
@@ -256,7 +257,7 @@ class ControllerCore:
         if isinstance(wait, Settling):
             if commands := self._advance(wait):
                 return commands
-            if self._deaths.patience(now) <= 0:
+            if self._deaths.deadline <= now:
                 try:
                     self._deaths.refuse()
                 except ReplicaLostError as error:
@@ -284,7 +285,7 @@ class ControllerCore:
         wait = self._waits[-1]
         if not isinstance(wait, Settling):
             if isinstance(wait, Question) and hasattr(wait.request, "sequence"):
-                self._left_off = wait
+                self.left_off = wait
             return [Fail(KeyboardInterrupt)]
         if wait.cancelled:
             return [End("a second Ctrl-C shut it down"), Fail(KeyboardInterrupt)]
@@ -296,8 +297,10 @@ class ControllerCore:
     def hear(self, record: Record, now: float) -> list[Command]:
         """A record came, from the server, a worker or the supervisor."""
         if isinstance(record, RunFinished):
-            if self._latest is not None and record.run in [sent.run for sent in self._latest.unanswered]:
-                self._early[record.run] = record
+            for sent in self._latest.unanswered if self._latest is not None else ():
+                if sent.run == record.run:
+                    self._early[sent.run] = record
+                    break
             wait = self._waits[-1] if self._waits else None
             return self._advance(wait) if isinstance(wait, Settling) else []
         if isinstance(record, messages.WorkerRestarted):
@@ -314,7 +317,7 @@ class ControllerCore:
             if self._welcome is None:
                 self._welcome, self.workers = record, record.workers
                 self._peers = [worker_name(worker.replica) for worker in record.workers]
-                self._held = [HeldFunctions() for _ in record.workers]
+                self._now_hold([HeldFunctions() for _ in record.workers])
                 for worker in record.workers:
                     self._deaths.took_place(worker)
         return self._hear_answer(record, now)
@@ -368,18 +371,19 @@ class ControllerCore:
         if self._prepared is not None:
             commands.append(Post(name, self._prepared))
         holds, is_first = HeldFunctions(), True
-        for sent in self._latest.unanswered if self._latest is not None else ():
+        unanswered = self._latest.unanswered if self._latest is not None else deque[Sent]()
+        for place, sent in enumerate(list(unanswered)):
             if sent.held:
-                sent.held[replica] = holds
+                unanswered[place] = sent._replace(held=_replaced(sent.held, replica, holds))  # noqa: SLF001
             if sent.run < restarted.run:
                 continue
-            run = messages.Run(*sent.said[replica])
+            run = Run(*sent.said[replica])
             if is_first:
                 commands.append(self._tell(messages.Resent(sent.run, replica, run.series)))
             is_first = False
             is_held, holds = holds.touch(run.digest, run.frozen)
             commands.append(Post(name, replace(run, function=None), None if is_held else sent.function))
-        self._held[replica] = holds
+        self._now_hold(_replaced(self._held, replica, holds))
         for wait in self._waits:
             if isinstance(wait, Settling) and wait.workers_know and wait.series.unanswered:
                 commands += [Post(name, wait.cancel), Interrupt(replica)]
@@ -401,7 +405,7 @@ class ControllerCore:
     @property
     def asked(self) -> list[Record]:
         """What another server would be asked again."""
-        left_off = () if self._left_off is None else self._left_off.asked
+        left_off = () if self.left_off is None else self.left_off.asked
         return [*left_off, *(record for wait in self._waits for record in wait.asked)]
 
     @property
@@ -433,6 +437,11 @@ class ControllerCore:
         self.steps.subtract(sent.name for sent in dropped)  # later runs have the steps they have without these
         return dropped
 
+    def _now_hold(self, held: list[HeldFunctions], last: tuple[bytes, bool] | None = None) -> None:
+        """The workers hold these functions from now on. ``last`` is the function of the last run, which all of them
+        hold; None if a worker may have lost it since."""
+        self._held, self._held_last = held, last
+
     def _cancel(self, wait: Settling) -> list[Command]:
         """Tell the server to give up what is not over, and ask a question that it answers when it has heard."""
         wait.cancelled = self.next_sequence()
@@ -459,3 +468,8 @@ class ControllerCore:
         if is_cancelled and now - self._waits[-1].started < _WORDS_HOLD:
             return restarts
         return restarts or f": the server (pid {self._server_pid}) does not say for whom; it may be stopped"
+
+
+def _replaced(held: list[HeldFunctions], replica: int, holds: HeldFunctions) -> list[HeldFunctions]:
+    """Another list, since runs share one."""
+    return [*held[:replica], holds, *held[replica + 1 :]]

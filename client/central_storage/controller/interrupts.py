@@ -43,7 +43,7 @@ class Interrupts:
 
     def raise_pending(self) -> None:
         """Raise KeyboardInterrupt for a Ctrl-C of this ``with`` block that has not been raised yet."""
-        if self._is_pending and not self._deferred:
+        if self._installed and self.count > self._taken and not self._deferred:  # often called: as _is_pending
             self._taken = self.count
             self._drain()
             raise KeyboardInterrupt

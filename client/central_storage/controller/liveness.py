@@ -25,7 +25,9 @@ class Liveness:
         self._died: dict[int, Died] = {}
         self._restarting: dict[int, Died] = {}
         self._server: Died | None = None
-        self._deadline = 0.0
+        #: When a run is given up, after which :meth:`refuse` raises; infinite while every worker lives or is being
+        #: started again.
+        self.deadline = math.inf
         #: The death that matters: the first for good, else the last.
         self.last: Died | None = None
 
@@ -43,7 +45,7 @@ class Liveness:
         else:
             self._restarting.pop(died.rank, None)
             self._died[died.rank] = died
-            self._deadline = now + _LOST_TIMEOUT
+            self.deadline = now + _LOST_TIMEOUT
 
     def server_serves(self) -> None:
         """Another server is in the place of one that died."""
@@ -67,11 +69,6 @@ class Liveness:
                 "updates are kept, and variables can still be read; make a new CentralStorageStrategy to continue "
                 f"training{last_lines(died)}"
             )
-
-    def patience(self, now: float) -> float:
-        """Seconds for which to wait for a run yet; infinite while every worker lives or is being started again. When
-        they are over, :meth:`refuse` raises."""
-        return self._deadline - now if self._died else math.inf
 
     def first(self) -> str:
         """The first of them, in words."""

@@ -194,8 +194,10 @@ class ServiceLink:
             # Nothing of the script's runs beside replicas that share its random state.
             left = series.lookahead if session.threads is None else 0
             if len(series.unanswered) > left:
-                with suppress(Exception):  # it is among the outcomes, or comes again
+                try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
                     self._runs.settle(series, left)
+                except Exception:  # noqa: BLE001  (it is among the outcomes, or comes again)
+                    pass
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` steps of ``series`` are unanswered."""
@@ -563,8 +565,7 @@ class ServiceLink:
     def _begin(self, series: Series | None = None) -> None:
         """What an operation begins with, once it has the lock."""
         self._session.require_service()
-        question = self._core.finish_write(time.monotonic())
-        if question is not None:
+        if self._core.left_off is not None and (question := self._core.finish_write(time.monotonic())) is not None:
             self._finish_write(question)
         before = self._core.unsettled(series)
         if before is not None:

@@ -44,7 +44,8 @@ class ResultLeases:
         self._open = open_arena
         self._replicas = replicas
         self._mapping: Mapping | None = None
-        self._held: dict[int, int] = {}  # where each begins, and ends with its last page
+        #: Where each that is held begins, and ends with its last page.
+        self.ranges: dict[int, int] = {}
         self._own: set[int] = set()  # where those of them begin that are copies where they lie
         # Where those began that nobody holds any more. The collector may add to it in the middle of anything, so it
         # takes no lock.
@@ -60,18 +61,18 @@ class ResultLeases:
         start = place.offset
         stop = -(-(start + array.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         # One array that was returned twice is two here, as what is small is.
-        if start % mmap.PAGESIZE or start in self._held or len(self._held) >= MOST:
+        if start % mmap.PAGESIZE or start in self.ranges or len(self.ranges) >= MOST:
             return None
         mapping = self._mapping or self._open()
         if isinstance(mapping, RemoteSegment):
             return None
         self._mapping = mapping
         with _lock:
-            nbytes = sum(last - first for first, last in self._held.items()) + stop - start
+            nbytes = sum(last - first for first, last in self.ranges.items()) + stop - start
             if nbytes > mapping.room_nbytes * _SHARE / self._replicas:
                 return None
             view = mapping.view(array)
-            self._held[start] = stop
+            self.ranges[start] = stop
         # Every array made of this one holds the one at its base, which nobody else has. This object lives as long, too:
         # a fork has to find it after the strategy is gone.
         weakref.finalize(view.base, self._free, start).atexit = False
@@ -79,17 +80,17 @@ class ResultLeases:
 
     def held(self) -> tuple[tuple[int, int], ...]:
         """The pages that are held, which the worker must leave alone until it is told others."""
-        if not self._held:
+        if not self.ranges:
             return ()
         with _lock:
             while self._freed:
                 start = self._freed.popleft()
-                stop = self._held.pop(start)
+                stop = self.ranges.pop(start)
                 if start in self._own:
                     assert self._mapping is not None
                     self._mapping.attach(start, stop)
                     self._own.remove(start)
-            return tuple(merged(self._held.items()))
+            return tuple(merged(self.ranges.items()))
 
     def _free(self, start: int) -> None:
         self._freed.append(start)
@@ -99,7 +100,7 @@ class ResultLeases:
         :class:`~cs_proto.errors.MemoryPlanError` where there is no memory for that."""
         with _lock:
             self.held()
-            for start, stop in self._held.items():
+            for start, stop in self.ranges.items():
                 if start not in self._own:
                     assert self._mapping is not None
                     self._mapping.detach(start, stop)

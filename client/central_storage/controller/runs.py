@@ -73,16 +73,17 @@ class Runs:
             self.before_first()
             self.before_first = None
         session.moment("pickled", core.run + 1)
-        session.carry_out(core.prepare(sys.path, os.getcwd()))
+        if commands := core.prepare(sys.path, os.getcwd()):
+            session.carry_out(commands)
         beginning = core.next_run(series, function_name(function), hashed, frozen)
-        run, name, step, first, lookahead, part, parts, lacks, _ = beginning
+        run, name, step, first, lookahead, part, parts, lacks, *_ = beginning
         session.arena.reset(part, parts)
         share = session.arena.share
-        new = tuple(OptimizerChange(number, tuple(given.items())) for number, given in changes)
+        new = tuple([OptimizerChange(number, tuple(given.items())) for number, given in changes]) if changes else ()
         said = []
         for replica, (pickled, buffers) in enumerate(pickles):
             there: bytes | Frame | Array = pickled
-            carried = share(data) if lacks[replica] else None
+            carried, leases = share(data) if lacks[replica] else None, session.results[replica]
             if len(pickled) > _SMALL_NBYTES:
                 there = Frame(pickled) if len(pickled) <= INLINE_NBYTES else share(pickled)
             said.append(
@@ -98,13 +99,13 @@ class Runs:
                     buffers=tuple(map(share, buffers)) if buffers else (),
                     series=first,
                     lookahead=lookahead,
-                    held=session.results[replica].held(),
+                    held=leases.held() if leases.ranges else (),
                     name=name,
                     changes=new,
                     check_numerics=self.check_numerics,
                 )
             )
-        session.carry_out(core.begin_run(series, beginning, said, data, pickles))
+        session.send_run(core.begin_run(series, beginning, said, data, pickles))
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for

@@ -120,6 +120,7 @@ class Session:
         self.resolve: Callable[[str, int], object] = _nothing_known
         #: By replica: the results in the arena of its worker that the script holds.
         self.results: list[ResultLeases] = []
+        self._takes: list[Callable[[Array], np.ndarray]] = []  # by replica: what gives the arrays in its results
         #: Where data that is read ahead lies; None before that is asked for.
         self.inputs: InputSegment | None = None
         self.arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
@@ -158,6 +159,7 @@ class Session:
         lifeline.segment(segment_names.controller_arena())
         arenas = map(segment_names.arena, range(replicas))
         self.results = [ResultLeases(arena, partial(lifeline.segment, arena), replicas) for arena in arenas]
+        self._takes = [partial(self._take, results) for results in self.results]
         lifeline.keep_times(self._trace, "controller")
         self._channel.offer_mailbox(SERVER, "server")
         for worker in self.core.workers:
@@ -248,7 +250,8 @@ class Session:
         core = self.core
         was_waiting, self._is_waiting = self._is_waiting, True
         try:
-            self.carry_out(commands)
+            if commands:
+                self.carry_out(commands)
             while not wait.is_over:
                 now = time.monotonic()
                 pause = core.pause(now)
@@ -279,47 +282,56 @@ class Session:
         return found
 
     def carry_out(self, commands: Sequence[Command]) -> None:
-        """Do what the core commands, in order. Workers are woken when all of it is done, because a woken worker may
-        preempt this process, and the others would wait for their run."""
+        """Do what the core commands, in order. Peers are woken when all of it is done, because a woken peer may preempt
+        this process, and the others would wait for their messages."""
+        may_ring = False
         try:
-            self._do(commands)
+            for command in commands:
+                if type(command) is Deliver:  # of every step, and no message
+                    outcome = self._read_outcome(command.finished)
+                    self.moment("over", command.finished.run[0])
+                    if following := self.core.delivered(outcome, time.monotonic()):
+                        self.carry_out(following)
+                else:
+                    may_ring = True
+                    self._do(command)
+        finally:
+            if may_ring:
+                self._channel.mailboxes.ring()
+
+    def _do(self, command: Command) -> None:
+        """Do one thing that the core commands, but wake nobody."""
+        match command:
+            case Post(peer, message, function):
+                self._post(peer, self._encoded(message, function))
+            case Fail(kind, why):
+                raise kind(why) if why else kind()
+            case Refuse(error):
+                raise to_exception(error, self.copy, self.resolve)
+            case Interrupt(replica):
+                if self.threads is not None:
+                    self.threads.interrupt(replica)
+                else:  # who started it can signal it, wherever it runs
+                    self.lifeline.send(messages.Interrupt(replica))
+            case NameWait():
+                self._name_wait(command)
+            case Connect(worker):
+                log.info("worker w%d (pid %d) takes the place of one that died", worker.replica, worker.pid)
+                self._connect_worker(worker)
+            case OfferMailbox():
+                self._channel.offer_mailbox(SERVER, "server")
+            case End(reason):
+                self.end(reason)
+
+    def send_run(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> None:
+        """Send each worker its Run, and then wake them, as in :meth:`carry_out`."""
+        run = self.core.run
+        try:
+            for peer, parts in encoded:
+                self._post(peer, parts)
+                self.moment("sent", run)
         finally:
             self._channel.mailboxes.ring()
-
-    def _do(self, commands: Sequence[Command]) -> None:
-        """Of :meth:`carry_out`, without the wake-ups. The first two kinds of commands are those of every step."""
-        for command in commands:
-            if type(command) is Post:
-                if isinstance(command.message, list):
-                    self._post(command.peer, command.message)
-                    self.moment("sent", self.core.run)
-                else:
-                    self._post(command.peer, self._encoded(command.message, command.function))
-                continue
-            if type(command) is Deliver:
-                outcome = self._read_outcome(command.finished)
-                self.moment("over", command.finished.run[0])
-                self.carry_out(self.core.delivered(outcome, time.monotonic()))
-                continue
-            match command:
-                case Fail(kind, why):
-                    raise kind(why) if why else kind()
-                case Refuse(error):
-                    raise to_exception(error, self.copy, self.resolve)
-                case Interrupt(replica):
-                    if self.threads is not None:
-                        self.threads.interrupt(replica)
-                    else:  # who started it can signal it, wherever it runs
-                        self.lifeline.send(messages.Interrupt(replica))
-                case NameWait():
-                    self._name_wait(command)
-                case Connect(worker):
-                    log.info("worker w%d (pid %d) takes the place of one that died", worker.replica, worker.pid)
-                    self._connect_worker(worker)
-                case OfferMailbox():
-                    self._channel.offer_mailbox(SERVER, "server")
-                case End(reason):
-                    self.end(reason)
 
     def _encoded(self, record: Record, function: bytes | None) -> list[Buffer]:
         if function is not None:
@@ -347,8 +359,8 @@ class Session:
         try:
             if finished.error is None:
                 return [
-                    from_value(value, partial(self._take, results), self.resolve)
-                    for value, results in zip(finished.values, self.results, strict=True)
+                    from_value(value, take, self.resolve)
+                    for value, take in zip(finished.values, self._takes, strict=True)
                 ]
             if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
                 log.warning("replica %d left run %d by sys.exit", finished.error.replica, finished.run[0])

@@ -21,6 +21,9 @@ class Wait:
     """One thing that the script waits for."""
 
     is_run = False
+    is_over = False
+    #: What another server is asked again, as long as this is waited for.
+    asked: Sequence[Record] = ()
 
     #: When it began.
     started: float
@@ -29,9 +32,6 @@ class Wait:
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self.is_over = False
-        #: What another server is asked again, as long as this is waited for.
-        self.asked: Sequence[Record] = ()
 
     def restart(self, now: float) -> None:
         """Count its time from ``now`` on."""
@@ -80,6 +80,15 @@ class Settling(Wait):
 
     is_run = True
 
+    #: Whether the results of the first unanswered run are being read.
+    is_reading = False
+    #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
+    cancelled = 0
+    #: Whether the workers have been told of the Cancel, too.
+    workers_know = False
+    #: Whether Ctrl-C has to be raised when all is over.
+    was_interrupted = False
+
     def __init__(self, series: Series, left: int, reports: bool, now: float, pace: Pace) -> None:
         """``reports``: the server is told of a wait that lasts."""
         super().__init__(pace)
@@ -87,14 +96,6 @@ class Settling(Wait):
         self.restart(now)
         self.series = series
         self.left = left
-        #: Whether the results of the first unanswered run are being read.
-        self.is_reading = False
-        #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
-        self.cancelled = 0
-        #: Whether the workers have been told of the Cancel, too.
-        self.workers_know = False
-        #: Whether Ctrl-C has to be raised when all is over.
-        self.was_interrupted = False
 
     def restart(self, now: float) -> None:
         """As :meth:`Wait.restart`: the next run is waited for."""

@@ -60,6 +60,8 @@ class Series:
     #: The number of steps that have begun, and of those that have succeeded.
     begun: int = 0
     succeeded: int = 0
+    #: The number of steps whose outcome was asked for.
+    taken: int = 0
     has_failed: bool = False
     unanswered: deque[Sent] = field(default_factory=deque)
     outcomes: deque[list[Any] | BaseException] = field(default_factory=deque)
@@ -76,6 +78,7 @@ class Series:
     def take(self) -> list[Any]:
         """The results, in replica order, of the first step whose outcome was not taken. Waits for it; raises what the
         step raised."""
+        self.taken += 1
         if not self.outcomes:
             self.carrier.settle(self, max(0, len(self.unanswered) - 1))
         outcome = self.outcomes.popleft()
@@ -88,6 +91,7 @@ class Series:
 
     def drop(self) -> BaseException | None:
         """The exception of the first step whose outcome was not taken, which is known; None if it has succeeded."""
+        self.taken += 1
         outcome = self.outcomes.popleft()
         return outcome if isinstance(outcome, BaseException) else None
 

@@ -28,7 +28,7 @@ INTERNAL = {
     "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
     "Counters": "wire_of values_of to_wire check refuse is_checked",
     "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states next_position",
-    "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders data",
+    "DistributedIterator": "take give_back lend end_lending is_over place is_at go_to fault orders data",
     "ReplicaContext": "backend is_local",
     "Variable": "from_record adopt is_ordinary number current forget_view rename",
     "Observer": "open",

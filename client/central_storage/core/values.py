@@ -41,6 +41,7 @@ __all__ = [
     "convert_to_tensor",
     "gather_values",
     "local_results",
+    "per_replica",
     "reduce_components",
     "reduce_values",
     "regroup",
@@ -53,6 +54,7 @@ __all__ = [
 _ARRAYS = (np.ndarray, Tensor)
 #: Types of most results; no container and no Shared has one of these.
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, Tensor})
+_NOTHING = frozenset({type(None)})
 
 
 class ReduceOp(Closed, enum.Enum):
@@ -95,10 +97,13 @@ class DistributedValues(Closed):
         True
     """
 
+    _values: tuple[Any, ...]
+
     def __init__(self, values: Iterable[Any]) -> None:
-        self._values = tuple(values)
-        if not self._values:
+        components = tuple(values)
+        if not components:
             raise InvalidArgumentError(f"{type(self).__name__} needs at least one component")
+        object.__setattr__(self, "_values", components)  # made in every step, and Closed looks at what is set
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -178,6 +183,13 @@ class Mirrored(DistributedValues, NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         plain = [x.values[0] if isinstance(x, Mirrored) else x for x in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
+
+
+def per_replica(components: Iterable[Any]) -> PerReplica:
+    """A PerReplica of at least one component. Costs less than a call of the class, which users may misuse."""
+    made = object.__new__(PerReplica)
+    object.__setattr__(made, "_values", tuple(components))
+    return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,12 +289,13 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
     if len(values) == 1 and not always_wrap:
         return values[0]
-    if not always_wrap and _LEAVES.issuperset(map(type, values)):
-        if values[0] is None and all(value is None for value in values):  # the usual case of steps that return nothing
+    kinds = frozenset(map(type, values))
+    if not always_wrap and kinds <= _LEAVES:
+        if kinds == _NOTHING:  # the usual case of steps that return nothing
             return None
         # The usual result; such values are never common.
         is_number = isinstance(values[0], float | np.ndarray)
-        return PerReplica(values) if is_number else _merged(tuple(values))
+        return per_replica(values) if is_number else _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
     columns = [leaves]
     for replica, value in enumerate(values[1:], start=1):
@@ -315,9 +328,9 @@ def select_replicas(n: int, structure: Any) -> Sequence[Any]:
     """``structure`` as each of ``n`` replicas sees it: see :func:`select_replica`."""
     kind = type(structure)
     if kind is tuple and structure:  # the usual case of arguments and elements
-        return list(zip(*[select_replicas(n, part) for part in structure], strict=True))
-    if kind is PerReplica and len(structure.values) == n:
-        return structure.values  # type: ignore[no-any-return]
+        return list(zip(*map(partial(select_replicas, n), structure), strict=True))
+    if kind is PerReplica and len(values := structure.values) == n:
+        return values  # type: ignore[no-any-return]
     if kind in _LEAVES:
         return (structure,) * n
     return [select_replica(replica, structure) for replica in range(n)]

@@ -186,7 +186,7 @@ class _Distributed(Closed):
         return [Reading(*each) for each in zip(elements, states or [None] * len(self._sources), strict=True)]
 
     def _states(self, readings: Sequence[Reading]) -> Any:
-        return [reading.state() for reading in readings] if self.has_states else None
+        return [reading.state() for reading in readings]
 
     def _pipelines(self) -> list[Dataset]:
         return [source for source in self._sources if isinstance(source, Dataset)]
@@ -260,7 +260,8 @@ class DistributedDataset(_Distributed):
         (reading,) = readings = self._readings(states)
         try:
             for element in reading:
-                yield split(element, self._n, carry.leaf), True, self._states(readings)
+                states = self._states(readings) if self.has_states else None
+                yield split(element, self._n, carry.leaf), True, states
         finally:
             reading.close()
 
@@ -317,7 +318,7 @@ class DistributedFromFunction(_Distributed):
             empty = optree.tree_map(empty_like, elements[0], none_is_leaf=True)
             given = iter(elements)
             whole = regroup([empty if element is END else next(given) for element in together])
-            yield whole, len(elements) == self._n, self._states(iterators)
+            yield whole, len(elements) == self._n, self._states(iterators) if self.has_states else None
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         return None if spec is None else PerReplicaSpec((spec,) * self._n)
@@ -384,7 +385,7 @@ class DistributedIterator(Closed):
         return self
 
     def __next__(self) -> Any:
-        element = self._next(incomplete=False)
+        element = self.take()
         if element is END:
             raise EndOfIterationError(self._ended)
         return element
@@ -395,7 +396,7 @@ class DistributedIterator(Closed):
         Raises:
             OutOfRangeError: There is none.
         """
-        element = self._next(incomplete=False)
+        element = self.take()
         if element is END:
             raise OutOfRangeError(self._ended)
         return element
@@ -406,7 +407,7 @@ class DistributedIterator(Closed):
 
     def get_next_as_optional(self) -> OptionalElement:
         """The next element, or word that there is none, without an exception; includes an incomplete last round."""
-        return OptionalElement(self._next(incomplete=True))
+        return OptionalElement(self.take(incomplete=True))
 
     def give_back(self, elements: Sequence[Any]) -> None:
         """Undo the handing out of ``elements``, the latest ones in their order: they come next again."""
@@ -490,7 +491,8 @@ class DistributedIterator(Closed):
     ) -> None:
         self.close()
 
-    def _next(self, incomplete: bool) -> Any:
+    def take(self, incomplete: bool = False) -> Any:
+        """The next element, or END. An ``incomplete`` last round is the end, if it is not asked for."""
         refuse_in_replica("read")
         if self._given_back:
             element = self._given_back.popleft()
@@ -502,7 +504,7 @@ class DistributedIterator(Closed):
             if states and states[0] is not None:
                 self._states[self.position + 1] = states[0]
                 self._states.pop(self.position - MOST_AHEAD, None)
-        self.position += 1
+        self.__dict__["position"] += 1  # at every step, and Closed looks at what is set
         return element
 
     def _read(self) -> Round:
@@ -528,7 +530,7 @@ class DistributedIterator(Closed):
             if self._ahead and self._is_there and is_small(found[0]):
                 self._ahead = 0  # a copy takes less time than to wake a thread
                 if self._carry is not None:
-                    self._carry.copy = np.copy
+                    self._carry.copy = _copy
             elif self._ahead:
                 self._carrier().expect(self._ahead)
         return found
@@ -560,6 +562,10 @@ class DistributedIterator(Closed):
                 rounds.close()
             raise
         self._skip = 0
+
+
+#: As np.copy, which is Python code.
+_copy = partial(np.array, order="K")
 
 
 def _nobody() -> None:

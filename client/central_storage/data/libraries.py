@@ -38,6 +38,7 @@ class Reading:
                     source = copy.deepcopy(source)  # it would begin every later iteration at the state
                 source.load_state_dict(state)
             self._items: Any = iter(source)
+            self._elements = map(_columns, self._items) if self._is_hugging_face else self._items
             if state is not None and not _is_loader(source):
                 self._items.set_state(state)
         except Exception as error:  # the library may raise anything
@@ -50,11 +51,10 @@ class Reading:
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
-        return self
+        return self._elements  # a loop does not ask here for each element
 
     def __next__(self) -> Any:
-        element = next(self._items)
-        return _columns(element) if self._is_hugging_face else element
+        return next(self._elements)
 
     def state(self) -> Any:
         """The state after the last element; None where the source does not say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import optree
 
 from central_storage.core.tensors.tensor import Tensor, as_tensor
-from central_storage.core.values import PerReplica, convert_to_tensor
+from central_storage.core.values import PerReplica, convert_to_tensor, per_replica
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import (
     InvalidArgumentError,
@@ -38,9 +39,8 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
             )
         if carry is not None:
             leaf = carry(leaf)
-        leaf = as_tensor(leaf)
-        size = -(-leaf.shape[0] // n)
-        return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
+        leaf = leaf.view(Tensor) if type(leaf) is np.ndarray else as_tensor(leaf)
+        return per_replica(map(leaf.__getitem__, _shares(leaf.shape[0], n)))
 
     if type(element) in _ARRAYS:  # many elements are one array or a tuple of arrays, which need no walk
         return shares(element)
@@ -50,6 +50,13 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
 
 
 _ARRAYS = frozenset({np.ndarray, Tensor})
+
+
+@functools.lru_cache(64)
+def _shares(rows: int, n: int) -> list[slice]:
+    """The rows of each replica."""
+    size = -(-rows // n)
+    return [slice(replica * size, (replica + 1) * size) for replica in range(n)]
 
 
 def is_small(element: Any) -> bool:

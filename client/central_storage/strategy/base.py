@@ -201,7 +201,8 @@ class StrategyBase(ReplicaDevices):
         keep = isinstance(options, RunOptions) and options.keep_per_replica
         arguments = self._arguments(tuple(args), kwargs)
         results = context.in_cross_replica(self, lambda: regroup(self.call(fn, arguments), keep))
-        between_steps.passed(self)
+        if between_steps.after_step:
+            between_steps.passed(self)
         return results
 
     def run_changing(
@@ -287,7 +288,8 @@ class StrategyBase(ReplicaDevices):
         context.require_cross_replica(self, "run_steps")
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
-        ahead, length = Rates(rates, self.take_along), steps_of(dataset, steps)
+        ahead = None if rates is None else Rates(rates, self.take_along)
+        length = steps_of(dataset, steps)
         send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
         is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
         bar, elements = step_bar(checked(progress), known(length, steps)), iter(dataset)
@@ -297,7 +299,7 @@ class StrategyBase(ReplicaDevices):
         between_steps.passed(self)
 
     def _send_step(
-        self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates, element: Any
+        self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates | None, element: Any
     ) -> None:
         """Send the step of one element."""
         context.require_cross_replica(self, "run_steps")
@@ -307,7 +309,10 @@ class StrategyBase(ReplicaDevices):
             self.evaluate_schedules()
             if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
                 raise ContextError("an earlier step has failed")
-            rates.send(partial(series.send, fn, arguments))
+            if rates is None:
+                series.send(fn, arguments)
+            else:
+                rates.send(partial(series.send, fn, arguments))
 
         context.in_cross_replica(self, sent)
 

@@ -17,13 +17,12 @@ __all__ = ["Rates"]
 class Rates:
     """The iterables of one ``run_steps``. They are read as steps are sent."""
 
-    def __init__(self, rates: object = None, take_along: Callable[[Optimizer], None] = lambda optimizer: None) -> None:
-        """``take_along`` makes an optimizer one of the strategy. None: no optimizer gets any.
+    def __init__(self, rates: object, take_along: Callable[[Optimizer], None]) -> None:
+        """``take_along`` makes an optimizer one of the strategy.
 
         Raises TypeError for something else than a mapping of optimizers to iterables, InvalidArgumentError for an
         optimizer with a schedule of its own, and ContextError for one of another strategy.
         """
-        rates = {} if rates is None else rates
         if not isinstance(rates, Mapping):
             raise TypeError(f"rates must be a mapping of optimizers to iterables, not a {type(rates).__name__}")
         self._items: dict[Optimizer, Iterator[Any]] = {}

@@ -22,6 +22,7 @@ from central_storage.core.values import regroup
 from central_storage.data.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from central_storage.data.places import length_of
+from central_storage.data.plan import END
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import MOST_AHEAD
 
@@ -50,6 +51,7 @@ class StepSeries(Protocol):
     lookahead: int
     begun: int
     succeeded: int
+    taken: int
     has_failed: bool
 
     @property
@@ -92,10 +94,11 @@ class Steps(Closed):
         passed: Callable[[], object] = _nothing,
     ) -> None:
         """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element. ``keep_per_replica``:
-        every result is a PerReplica. ``rates`` learn which steps have begun. ``length`` is the number of steps in all.
-        ``bar`` shows them. ``passed`` is called for each whose results are there."""
+        every result is a PerReplica. ``rates``, if there are any, learn which steps have begun. ``length`` is the
+        number of steps in all. ``bar`` shows them. ``passed`` is called for each whose results are there, while
+        anybody wants to know (:data:`between_steps.after_step`)."""
         self._passed = passed
-        self._rates = rates or Rates()
+        self._rates = rates
         self._length = length
         self._bar = bar
         self._keep_per_replica = keep_per_replica
@@ -105,7 +108,6 @@ class Steps(Closed):
         self._limit = limit
         self._send = send
         self._used: deque[Any] = deque()  # elements whose results were not taken yet
-        self._pulled = self._taken = 0
         self._at_end: Exception | None = None  # the exception to raise after the remaining results
         self._is_open = True
         elements.lend(self._unbegun)
@@ -135,12 +137,13 @@ class Steps(Closed):
                 self._send_ahead()
                 is_more = bool(self._used)
                 if is_more:
+                    if self._rates is not None:
+                        self._rates.begun()
                     self._used.popleft()
-                    self._taken += 1
-                    self._rates.begun()
                     results = regroup(self._series.take(), self._keep_per_replica)
             if is_more:
-                self._passed()
+                if between_steps.after_step:
+                    self._passed()
                 if self._bar is not None:
                     self._bar.passed(results)
                 return results
@@ -176,11 +179,12 @@ class Steps(Closed):
                 self._elements.give_back(unused)
             if self._bar is not None:
                 self._bar.close()
-        for number in range(self._taken, self._series.begun):
-            self._rates.begun()
+        while self._series.taken < self._series.begun:
+            if self._rates is not None:
+                self._rates.begun()
             error = self._series.drop()
             if error is not None and not isinstance(error, KeyboardInterrupt):  # which it has if it was cancelled
-                _log.warning("step %d failed after its loop was left: %s", number + 1, repr(error))
+                _log.warning("step %d failed after its loop was left: %s", self._series.taken, repr(error))
 
     def __enter__(self) -> Self:
         return self
@@ -203,29 +207,30 @@ class Steps(Closed):
         return self._count_unbegun()
 
     def _count_unbegun(self) -> int:
-        return len(self._used) - (self._series.begun + self._series.ahead - self._taken)
+        return len(self._used) - (self._series.begun + self._series.ahead - self._series.taken)
 
     def _send_ahead(self) -> None:
         """Take elements and send their steps, up to the limit of steps under way."""
-        while len(self._used) <= self._series.lookahead and not self._series.has_failed and self._at_end is None:
-            if self._pulled == self._limit:
+        series, used = self._series, self._used
+        while len(used) <= series.lookahead and not series.has_failed and self._at_end is None:
+            pulled = series.taken + len(used)
+            if pulled == self._limit:
                 return
             try:
-                element = next(self._elements)
-            except StopIteration:
-                self._limit = self._pulled
-                return
+                element = self._elements.take()
             except Exception as error:  # noqa: BLE001  (raised where the element would have come)
                 self._at_end = error
                 return
-            self._used.append(element)
+            if element is END:
+                self._limit = pulled
+                return
+            used.append(element)
             try:
                 self._send(element)
             except Exception as error:  # noqa: BLE001  (as above)
                 self._at_end = error
-                self._elements.give_back([self._used.pop()])
+                self._elements.give_back([used.pop()])
                 return
-            self._pulled += 1
 
 
 class _CtrlCAgain:
@@ -243,7 +248,7 @@ class LocalSeries:
     def __init__(self, call: Callable[[Callable[..., Any], Arguments], list[Any]]) -> None:
         """``call`` calls a function with the arguments of each replica."""
         self._call = call
-        self.begun = self.succeeded = 0
+        self.begun = self.succeeded = self.taken = 0
         self.has_failed = False
         self._next: deque[Callable[[], list[Any]]] = deque()
 
@@ -254,6 +259,7 @@ class LocalSeries:
     def take(self) -> list[Any]:
         """Call the function."""
         self.begun += 1
+        self.taken += 1
         self.has_failed = True
         result = self._next.popleft()()
         self.has_failed = False

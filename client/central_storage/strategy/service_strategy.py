@@ -204,19 +204,20 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
-        self._begin_run()
+        if not self._has_run:
+            self._begin_run()
         self.evaluate_schedules()
         return self._backend.run(function, arguments)
 
     def series(self, lookahead: int) -> Series:
         """What carries out steps that are sent ahead."""
-        self._begin_run()
+        if not self._has_run:
+            self._begin_run()
         return self._backend.series(lookahead)
 
     def _begin_run(self) -> None:
-        if not self._has_run:
-            self._has_run = True
-            running.name_earlier(self)
+        self._has_run = True
+        running.name_earlier(self)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""

@@ -31,12 +31,12 @@ def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
     assert deaths.has_worker(1)
 
 
-def test_after_a_death_for_good_there_is_little_patience_and_no_run() -> None:
+def test_after_a_death_for_good_a_run_is_soon_given_up_and_none_begins() -> None:
     deaths = Liveness()
     deaths.refuse()
-    assert deaths.patience(100.0) == math.inf
+    assert deaths.deadline == math.inf
     deaths.hear(Died("worker", 1, 1, 40, "SIGKILL", "line\n"), [WORKER], 100.0)
-    assert deaths.patience(101.0) == 1.5
+    assert deaths.deadline == 102.5
     assert not deaths.has_worker(1)
     assert deaths.first() == "worker w1 (pid 40) had ended by SIGKILL"
     with pytest.raises(ReplicaLostError, match=r"replica 1 \(worker w1, pid 40\) ended by SIGKILL.*\n.*line"):
