@@ -264,7 +264,7 @@ def test_a_worker_that_leaves_its_mailbox_meanwhile_is_known_afterwards(world: W
     for replica in (0, 1):
         world.mark(replica, 4)
     assert world.mail() == []
-    world.workers[1]._boxes["server"].leave()
+    world.workers[1]._boxes["server"].incoming.leave()
     assert list(world.server.ring()) == [(PEERS[1], 4)]
     assert list(world.server.ring()) == []
 
