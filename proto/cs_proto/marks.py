@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .messages import ApplyPoint, Note, Return, Value
 from .records import altered
 
-__all__ = ["BASES", "BASE_NBYTES", "Bases", "base_of", "is_base", "marked", "returned"]
+__all__ = ["BASES", "BASE_NBYTES", "Bases", "base_of", "is_base", "marked", "returned", "value_of"]
 
 _BASE = struct.Struct("<Q")
 #: Bytes of the number of the base.
@@ -50,9 +50,14 @@ def base_of(body: bytes) -> int:
 def returned(base: Return, run: int, body: bytes) -> Return:
     """The Return that the mark of ``run`` stands for. Its bytes name ``base``."""
     if not base.name:
-        return altered(base, run=(run,), value=Value(body[BASE_NBYTES:], ()))
+        return altered(base, run=(run,), value=value_of(base, body))
     step = min(int.from_bytes(body[BASE_NBYTES : 2 * BASE_NBYTES], "little"), _MOST_STEPS)
-    return altered(base, run=(run,), value=Value(body[2 * BASE_NBYTES :], ()), offset=step - run)
+    return altered(base, run=(run,), value=value_of(base, body), offset=step - run)
+
+
+def value_of(base: Return, body: bytes) -> Value:
+    """The value in the bytes of a mark, which name ``base``."""
+    return Value(body[2 * BASE_NBYTES if base.name else BASE_NBYTES :], ())
 
 
 class Bases:

@@ -9,7 +9,7 @@ prepared, that one is prepared then.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from .compute.prepared import Prepared
 from .compute.programs import WORDS_PER_INSTRUCTION, Instruction, Op, Program
 from .engine.step_plans import NextStep
 from .engine.store.account import BODY_NBYTES, KIND_NBYTES, KINDS, Account
-from .events import Commit
 
 __all__ = ["StepProgram"]
 
@@ -47,6 +46,7 @@ class _Made(NamedTuple):
     of: tuple[object, ...]
     words: memoryview
     copies: int
+    prepared: Prepared | None
 
 
 class StepProgram:
@@ -70,11 +70,11 @@ class StepProgram:
         self._peers: tuple[bytes, ...] = ()
         self._boxes: list[Mailbox] = []
         self._programs: dict[int, _Made] = {}  # by kind
-        self._ready: _Made | None = None
-        self._commit: Commit | None = None
-        self._name = ""
+        # Of each kind, what its steps had alike and their program, for which everything else was found. That holds
+        # until something other than steps by programs is heard.
+        self._found: dict[int, tuple[object, _Made]] = {}
+        self._ready: tuple[_Made, NextStep] | None = None
         self._expected: list[int] = []
-        self._is_of_series = False
         #: The run of the step that is looked for, or was carried out last.
         self.run = 0
 
@@ -86,6 +86,26 @@ class StepProgram:
     def prepare(self, step: NextStep, bases: Mapping[bytes, Bases]) -> bool:
         """Look for the marks of ``step`` from now on, if each worker may leave one. ``bases`` are those of each peer.
         False if no program can carry out such a step."""
+        if not self.is_ready:
+            self._found.clear()
+        alike, made = self._found.get(step.kind, (None, None))
+        if made is None or alike is not step.alike:
+            found = self._find(step, bases)
+            if isinstance(found, bool):
+                return found
+            self._found[step.kind], made = (step.alike, found), found
+        elif made.prepared is not None and step.commit is not None:
+            made.prepared.set_numbers(step.commit.operations)
+        self._set(made, step)
+        self._ready, self.run = (made, step), step.run
+        for box in self._boxes:
+            box.keeps_marks = True
+        self._mailboxes.attend = self._attend
+        return True
+
+    def _find(self, step: NextStep, bases: Mapping[bytes, Bases]) -> _Made | bool:
+        """The program of a step, in which everything is set that does not change from step to step. False if no program
+        can carry out such a step, and True if none can now."""
         boxes = [box for peer in step.workers if (box := self._mailboxes.box(peer)) is not None]
         numbers: list[int] = []
         for peer, each in zip(step.workers, step.returns, strict=True):
@@ -98,20 +118,16 @@ class StepProgram:
             return False
         if boxes != self._boxes:
             self._programs.clear()
-        self._boxes, self._peers, self.run, self._is_of_series = boxes, step.workers, step.run, step.is_of_series
+        self._boxes, self._peers = boxes, step.workers
         variables = () if step.commit is None else [getattr(each, "variables", ()) for each in step.commit.operations]
         made_of = (prepared, variables, step.is_of_series)
         made = self._programs.get(step.kind)
         if made is None or made.of != made_of:
             made = self._programs[step.kind] = self._made(step, prepared, made_of)
-        self._set(made, step, numbers)
-        if step.commit is not None and prepared is not None:
-            prepared.set_ticket(step.commit.ticket)
-        self._ready, self._commit, self._name = made, step.commit, step.returns[0].name
-        for box in boxes:
-            box.keeps_marks = True
-        self._mailboxes.attend = self._attend
-        return True
+        made.words[_NUMBER] = self._account.number
+        for replica, number in enumerate(numbers):
+            made.words[_OF_WORKER * replica + _HEAD + _BASE] = number
+        return made
 
     def stop(self) -> None:
         """Let the marks be mail again. Nothing happens if none are looked for."""
@@ -143,23 +159,25 @@ class StepProgram:
             for box, first in zip(boxes, own, strict=True):
                 end.append((Op.MOVE, box.address(MARK, is_incoming=False), first + 8 * _END, 0))
         kept = [words, self._account, prepared, *boxes]
-        return _Made(Program([*instructions, *end], kept), Program(end, kept), made_of, words.data, copies)
+        return _Made(Program([*instructions, *end], kept), Program(end, kept), made_of, words.data, copies, prepared)
 
-    def _set(self, made: _Made, step: NextStep, bases: Sequence[int]) -> None:
+    def _set(self, made: _Made, step: NextStep) -> None:
         """Set what changes from one step to the next."""
-        operands, words, run = made.program.words, made.words, step.run
-        words[_NUMBER] = self._account.number
+        operands, words, run, expected = made.program.words, made.words, step.run, []
         _KIND_WORDS.pack_into(words, 8 * _KIND, step.kind, *step.counts)
-        targets = [self._account.kind_address(run)]
-        self._expected = [box.incoming.next_mark(run) for box in self._boxes]
-        for replica, (box, base) in enumerate(zip(self._boxes, bases, strict=True)):
-            first = _OF_WORKER * replica + _HEAD
-            words[first + _EXPECTED] = self._expected[replica]
-            words[first + _END] = box.outgoing.next_mark(run)
-            words[first + _BASE] = base
-            targets.append(self._account.body_address(run, replica))
-        for number, target in enumerate(targets, made.copies):
-            operands[number * WORDS_PER_INSTRUCTION + 1] = target
+        copy, own = made.copies * WORDS_PER_INSTRUCTION, _HEAD
+        target = operands[copy + 1] = self._account.kind_address(run)
+        target += KIND_NBYTES
+        for box in self._boxes:
+            mark = words[own + _EXPECTED] = box.incoming.next_mark(run)
+            words[own + _END] = box.outgoing.next_mark(run)
+            expected.append(mark)
+            copy, own = copy + WORDS_PER_INSTRUCTION, own + _OF_WORKER
+            operands[copy + 1] = target
+            target += BODY_NBYTES
+        self._expected = expected
+        if made.prepared is not None and step.commit is not None:
+            made.prepared.set_ticket(step.commit.ticket)
 
     def _attend(self) -> bool:
         """Carry out the step if all marks are there. Whether there was something to do."""
@@ -176,23 +194,32 @@ class StepProgram:
         assert self._ready is not None
         _moment("found", self.run)
         base = self._boxes[0].incoming.words[BODY + 1]
-        if base != self._ready.words[_HEAD + _BASE]:
+        if base != self._ready[0].words[_HEAD + _BASE]:
             self.stop()
             self._on_other(self._peers[0], base)
             if not self.is_ready:
                 return True
-        is_done = self._ready.program.run()
-        if not is_done and self._commit is not None:
+        made, step = self._ready
+        is_done = made.program.run()
+        if not is_done and step.commit is not None:
             number = self._boxes[0].incoming.words[BODY + 2]  # as in marks.returned, where there is a name
-            named = (self._name, number) if self._name else None
-            is_done = self._runner.heed_alarm(self._commit, named) and self._ready.end.run()
-        self.stop()
+            named = (step.returns[0].name, number) if step.returns[0].name else None
+            is_done = self._runner.heed_alarm(step.commit, named) and made.end.run()
         if not is_done:  # the step is not the next one, or a base or a mailbox is not what was expected
+            self.stop()
             return True
         _moment("committed", self.run)
         for box, expected in zip(self._boxes, self._expected, strict=True):
             box.incoming.mark = expected
-        if self._is_of_series:
+        if step.is_of_series:
             self._mailboxes.marked(self._peers)
+        self._mailboxes.attend = _nothing  # until the next step is prepared
         self._on_done()
+        if self._mailboxes.attend is _nothing:
+            self.stop()
         return True
+
+
+def _nothing() -> bool:
+    """What is done at a look for mail while the engine hears of a step."""
+    return False

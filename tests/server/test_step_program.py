@@ -34,9 +34,16 @@ class Runner:
         self.alarm = np.zeros(1, np.int64)
         self.alarm_address = self.alarm.__array_interface__["data"][0]
         self.heeded: list[int] = []
+        #: The commits that were prepared, and those of which only the numbers were set.
+        self.prepared: list[Commit] = []
+        self.numbered: list[object] = []
 
     def prepare(self, command: Commit) -> Runner | None:
+        self.prepared.append(command)
         return self if self.can else None
+
+    def set_numbers(self, operations: object) -> None:
+        self.numbered.append(operations)
 
     def set_ticket(self, ticket: int) -> None:
         self.tickets.append(ticket)
@@ -76,6 +83,7 @@ class World:
         self.program = StepProgram(self.server, self.runner, self.account, self.on_done, self.on_other)
         #: The steps of another kind that may be prepared, by base.
         self.others: dict[int, NextStep] = {}
+        self.alike: dict[object, object] = {}
         self.bases = {peer: marks.Bases() for peer in PEERS}
         for kind in (0, 1):
             for peer, each in zip(PEERS, self.returns(kind), strict=True):
@@ -96,7 +104,9 @@ class World:
 
     def next_step(self, run: int, kind: int = 0, *, is_of_series: bool = True) -> NextStep:
         counts = (run, *[kind] * (KINDS - 1))
-        return NextStep(run, kind, counts, self.returns(kind), is_of_series, PEERS, Commit(run + 100 + kind, ()))
+        commit = Commit(run + 100 + kind, ())
+        alike = self.alike.setdefault((kind, is_of_series), object())
+        return NextStep(run, kind, counts, self.returns(kind), is_of_series, PEERS, commit, alike)
 
     def prepare(self, run: int, *, is_of_series: bool = True) -> bool:
         return self.program.prepare(self.next_step(run, is_of_series=is_of_series), self.bases)
@@ -264,7 +274,7 @@ def test_a_worker_that_leaves_its_mailbox_meanwhile_is_known_afterwards(world: W
     for replica in (0, 1):
         world.mark(replica, 4)
     assert world.mail() == []
-    world.workers[1]._boxes["server"].leave()
+    world.workers[1]._boxes["server"].incoming.leave()
     assert list(world.server.ring()) == [(PEERS[1], 4)]
     assert list(world.server.ring()) == []
 
@@ -290,6 +300,77 @@ def test_a_number_of_bytes_that_no_worker_writes_is_cut(world: World) -> None:
     assert world.mail() == []
     assert world.done == 1
     assert [len(body) for body in world.account.bodies(4)] == [9, 1024]
+
+
+class Row(World):
+    """The next step is prepared as soon as one has been carried out."""
+
+    def on_done(self) -> None:
+        super().on_done()
+        run = self.program.run + 1
+        assert self.program.prepare(self.next_step(run, run % 2), self.bases)
+
+    def carry_out(self, *runs: int) -> None:
+        """Steps of two kinds in turns; also one of whose marks the second comes after a look."""
+        for run in runs:
+            done = self.done
+            self.mark(0, run, base=3 - run % 2)
+            assert self.mail() == []
+            self.mark(1, run, base=3 - run % 2)
+            assert self.mail() == []
+            assert (self.done, self.account.begun, self.runner.commits[0]) == (done + 1,) * 3
+
+
+@pytest.fixture
+def row() -> Iterator[Row]:
+    with ExitStack() as stack:
+        yield Row(stack)
+
+
+def test_what_was_found_for_a_kind_holds_while_only_programs_carry_out_steps(row: Row) -> None:
+    assert row.program.prepare(row.next_step(4), row.bases)
+    row.carry_out(*range(4, 40))
+    assert [each.ticket for each in row.runner.prepared] == [104, 106]
+    assert len(row.runner.numbered) == 35
+    assert row.runner.tickets == [run + 100 + run % 2 for run in range(4, 41)]
+    row.alike.clear()
+    row.carry_out(40, 41)  # 40 was prepared before
+    assert [each.ticket for each in row.runner.prepared] == [104, 106, 142, 142]
+    row.carry_out(42, 43, 44)
+
+
+@pytest.mark.parametrize("what", ["event", "message", "forgotten"])
+def test_what_was_found_for_a_kind_is_found_again_after_anything_else(row: Row, what: str) -> None:
+    assert row.program.prepare(row.next_step(4), row.bases)
+    row.carry_out(4, 5, 6, 7)
+    match what:
+        case "event":
+            row.program.stop()
+        case "message":
+            assert row.workers[0].post("server", [b"message"])
+            assert row.mail() == [(PEERS[0], [b"message"])]
+        case "forgotten":
+            row.server.forget(PEERS[0])
+    assert not row.program.is_ready
+    row.bases[PEERS[1]] = marks.Bases()
+    for kind in (0, 1):
+        assert row.program.prepare(row.next_step(8, kind), row.bases)
+        assert not row.program.is_ready
+
+
+def test_no_step_is_looked_for_while_none_is_prepared(world: World) -> None:
+    """A step is carried out once, also if its marks are still there."""
+    assert world.prepare(4)
+    for replica in (0, 1):
+        world.mark(replica, 4)
+    looks: list[object] = []
+    world.on_done = lambda: looks.append(world.server.is_there())  # type: ignore[method-assign]
+    world.program._on_done = world.on_done
+    assert world.mail() == []
+    assert looks == [False]
+    assert (world.account.begun, world.runner.commits[0], world.program.is_ready) == (1, 1, False)
+    world.mark(0, 5)
+    assert world.mail() == [(PEERS[0], Mark(5, marks.marked(3, b"")))]
 
 
 def test_what_cannot_be_prepared(world: World) -> None:

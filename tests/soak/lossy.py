@@ -107,9 +107,9 @@ class _LossyChannel(Channel):
         copies, _ = self.network.copies(self._way(peer, is_sent=True))  # nothing is late in memory
         return all(super(_LossyChannel, self).post(peer, parts) for _ in range(copies))
 
-    def _poll(self, timeout: float) -> set[Any]:
+    def _poll(self, timeout: float, now: float) -> set[Any]:
         first = min((late[0][0] for late in self._late.values() if late), default=math.inf)
-        return super()._poll(min(timeout, max(0.0, first - time.monotonic())))
+        return super()._poll(min(timeout, max(0.0, first - now)), now)
 
     def _at_hand(self) -> Received | None:
         while (received := super()._at_hand()) is None and self._pass_on():

@@ -62,12 +62,14 @@ class Admission:
         self._free = _UNKNOWN
         self._number = 0
         self._name, self._listener = self._listening()
+        #: The descriptor of the listening socket at the path, also of those that replace it.
+        self.descriptor = self._listener.fileno()
         #: The socket that ZeroMQ was given last, until ZeroMQ has accepted all peers in its backlog.
         self._handed: int | None = None
 
     def resume(self) -> None:
-        """Wait for connections, also after there was no room for more. The caller polls, and passes the readable
-        descriptors to :meth:`admit`. Call this regularly: it also closes the listening sockets whose peers have all
+        """Wait for connections, also after there was no room for more. The caller polls, and calls :meth:`admit` when
+        :attr:`descriptor` is readable. Call this regularly: it also closes the listening sockets whose peers have all
         gone.
         """
         if self._has_accepted():
@@ -76,9 +78,9 @@ class Admission:
                 self._sweep()
         self._poller.register(self._listener.fileno(), select.POLLIN)
 
-    def admit(self, ready: set[int | zmq.Socket[bytes]]) -> None:
+    def admit(self) -> None:
         """Admit the waiting peers, if there is room. Otherwise no peer is admitted before the next :meth:`resume`."""
-        if self._listener.fileno() not in ready or not self._has_accepted():
+        if not self._has_accepted():
             return
         self._free = _UNKNOWN
         why = self._why_full()

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import zmq
@@ -91,7 +91,7 @@ class Channel:
         patience: float,
         look_every: float = 10e-3,
         on_wake: Callable[[], object],
-        while_asleep: Callable[[], AbstractContextManager[object]] = nullcontext,
+        while_asleep: Callable[[], AbstractContextManager[object]] | None = None,
         messages_first: bool = False,
         rings_late: bool = False,
         read_mark: ReadMark | None = None,
@@ -107,12 +107,12 @@ class Channel:
             patience: Seconds in which the process polls its mailboxes before it sleeps.
             look_every: Seconds between two looks at everything else while mail comes without a pause.
             on_wake: Called when ``wake`` is readable.
-            while_asleep: Makes a context manager that is entered for every sleep.
+            while_asleep: Makes a context manager that is entered for every sleep, if there is one.
             messages_first: Whether messages come before a notice of the supervisor that arrived at the same time.
             rings_late: Whether the owner rings the doorbells of peers that got mail, and :meth:`send` does not.
             read_mark: Reads a mark. None: marks stand for nothing.
         """
-        self._supervisor = supervisor
+        self._supervisor, self._notices = supervisor, supervisor.fileno()
         self._moment, self._while_asleep = moment, while_asleep
         self._read, self._read_mark = read, read_mark
         self._linger = linger
@@ -121,7 +121,7 @@ class Channel:
         self._messages_first = messages_first
         self._context = zmq.Context()
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
-        self._poller.register(supervisor.fileno())
+        self._poller.register(self._notices)
         self._poller.register(wake)
         #: The mailboxes, by peer.
         self.mailboxes: Mailboxes[bytes] = Mailboxes(self._poller, patience, rings_late=rings_late)
@@ -133,7 +133,7 @@ class Channel:
         # The sockets that may have another message; whether the supervisor has spoken; how many messages come first.
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._supervisor_speaks, self._before_supervisor = False, 0
-        self._next_look = 0.0
+        self._looked_at, self._next_look = 0.0, 0.0  # at everything
         # Seconds that guests have taken since the ROUTER rested, and until when it rests; infinite: it is heard.
         self._taken, self._rests_until = 0.0, math.inf
         # When the last message of the ROUTER was fetched, and whether its owner carries it out for an observer.
@@ -277,23 +277,24 @@ class Channel:
         """
         if self._is_guests:
             self._charge()
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        now = time.monotonic()
+        deadline = math.inf if timeout is None else now + timeout
+        if now < self._next_look and (received := self._at_hand()) is not None:
+            return received
         while True:
-            if time.monotonic() < self._next_look and (received := self._at_hand()) is not None:
-                return received
-            is_there = self._supervisor.has_waiting or self.mailboxes.is_there(quiet)
+            is_there = bool(self._supervisor.waiting) or self.mailboxes.is_there(quiet)
             now = time.monotonic()
             if is_there and now < self._next_look:
                 self._moment("found")
-                continue
-            ready = self._poll(0.0 if is_there else deadline - now)
-            self._moment("found" if is_there or not ready else "woken")
-            if self._wake in ready:
-                self._on_wake()
-                return None
+            else:
+                ready = self._poll(0.0 if is_there else deadline - now, now)
+                self._moment("found" if is_there or not ready else "woken")
+                if self._wake in ready:
+                    self._on_wake()
+                    return None
             if (received := self._at_hand()) is not None:
                 return received
-            if time.monotonic() >= deadline:
+            if self._looked_at >= deadline:
                 return None
 
     def forget(self, peer: bytes) -> list[Received]:
@@ -306,36 +307,44 @@ class Channel:
                 received.append(each)
         return received
 
-    def _poll(self, timeout: float) -> set[int | zmq.Socket[bytes]]:
-        """Wait at most ``timeout`` seconds for anything to read. Note what is ready, and return it."""
-        if time.monotonic() >= self._next_admission:
-            self._next_admission = time.monotonic() + _LONGEST_SLEEP
+    def _poll(self, timeout: float, now: float) -> set[int | zmq.Socket[bytes]]:
+        """Wait at most ``timeout`` seconds from ``now`` on for anything to read. Note what is ready, and return it."""
+        if now >= self._next_admission:
+            self._next_admission = now + _LONGEST_SLEEP
             assert self._admission is not None
             self._admission.resume()
-        if self.mailboxes or (self._admission is not None and self._admission.is_full):
-            timeout = min(timeout, _LONGEST_SLEEP)
-        if (left := self._rests_until - time.monotonic()) > 0.0:
-            timeout = min(timeout, left)
+        if timeout > _LONGEST_SLEEP and (self.mailboxes or (self._admission is not None and self._admission.is_full)):
+            timeout = _LONGEST_SLEEP
+        if now < self._rests_until:
+            timeout = min(timeout, self._rests_until - now)
         else:
             assert self._router is not None
             self._rests_until = math.inf
             self._poller.register_socket(self._router)
-        with self._while_asleep():
-            ready = self._poller.poll(None if timeout == math.inf else max(0.0, timeout))
+        limit = None if timeout == math.inf else max(0.0, timeout)
+        if self._while_asleep is None:
+            ready = self._poller.poll(limit)
+        else:
+            with self._while_asleep():
+                ready = self._poller.poll(limit)
         self.mailboxes.awake(ready)
-        if self._admission is not None:
-            self._admission.admit(ready)
-        self._ready = deque(socket for socket in ready if isinstance(socket, zmq.Socket))
-        if self._supervisor.fileno() in ready and not self._supervisor_speaks:
+        if self._admission is not None and self._admission.descriptor in ready:
+            self._admission.admit()
+        self._ready.clear()
+        for each in ready:
+            if not isinstance(each, int):
+                self._ready.append(each)
+        if self._notices in ready and not self._supervisor_speaks:
             self._supervisor_speaks = True
             self._before_supervisor = _BATCH if self._messages_first else 0
-        self._next_look = time.monotonic() + self._look_every
+        self._looked_at = time.monotonic()
+        self._next_look = self._looked_at + self._look_every
         return ready
 
     def _at_hand(self) -> Received | None:
         """The next record from whatever the last poll found ready."""
         while True:
-            if (self._supervisor.has_waiting or self._supervisor_speaks) and not self._before_supervisor:
+            if (self._supervisor.waiting or self._supervisor_speaks) and not self._before_supervisor:
                 record = self._supervisor.receive_nowait()
                 if record is not None:
                     return Received(SUPERVISOR, record)
@@ -344,7 +353,7 @@ class Channel:
             if found is None and self._ready:
                 self._fetch(self._ready[0])
                 continue
-            if found is None and not (self._supervisor_speaks or self._supervisor.has_waiting):
+            if found is None and not (self._supervisor_speaks or self._supervisor.waiting):
                 return None
             self._before_supervisor = 0 if found is None else max(0, self._before_supervisor - 1)
             if found is not None and (received := self._received(*found)) is not None:
@@ -363,9 +372,9 @@ class Channel:
             return
         self._ready.rotate(-1)  # the other sockets come first next time
         if is_router:
-            is_first = not (self._supervisor.has_waiting or self._supervisor_speaks)
+            is_first = not (self._supervisor.waiting or self._supervisor_speaks)
             known = self._supervisor.peer_named(frames.pop(0).bytes)
-            if is_first and self._supervisor.has_waiting:  # they came with this message, which was read by chance
+            if is_first and self._supervisor.waiting:  # they came with this message, which was read by chance
                 self._before_supervisor = _BATCH if self._messages_first else 0
             if known is None:
                 self._note_stranger()

@@ -63,97 +63,57 @@ class Mailbox:
         here, there = doorbells
         self.number = number
         self.spins = spins
-        self._takes_marks = takes_marks
+        self.takes_marks = takes_marks
         #: Whether the owner looks for the next mark itself, so that it is no mail.
         self.keeps_marks = False
         #: How often the doorbell at the other end was rung.
         self.rung = 0
         #: The two directions.
         self.incoming, self.outgoing = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
-        self._words = self.incoming.words
-        self._own, self._other = (here, there) if is_maker else (there, here)
-        self._sent = 0
+        #: The descriptor of this end's doorbell, which is readable after a ring; -1 once closed.
+        self.doorbell, self._other = (here, there) if is_maker else (there, here)
+        #: How many messages were sent elsewhere. The first one is.
+        self.sent = 0
         self._came = 1  # the opener has received the Offer, or the maker the MailboxAccepted
-        self._must_wait = False  # the next posted message, for one that was sent elsewhere before it
+        #: Whether the next posted message has to wait for one that was sent elsewhere before it, as far as is known.
+        self.must_wait = False
 
     def address(self, word: int, *, is_incoming: bool) -> int:
         """The address of a word of :mod:`.rings` in one direction, for code that reads or writes it itself."""
         words = (self.incoming if is_incoming else self.outgoing).words
         return ctypes.addressof(ctypes.c_uint64.from_buffer(words, 8 * word))
 
-    def fileno(self) -> int:
-        """The descriptor of this end's doorbell, which is readable after a ring; -1 once closed."""
-        return self._own
-
-    def post(self, parts: Sequence[Buffer]) -> bool:
-        """Post a message; :meth:`ring` wakes its reader. False if it has to go elsewhere, as the first message does;
-        the caller then calls :meth:`sent_elsewhere`."""
-        return bool(self._sent) and self.outgoing.post(parts, self._sent)
-
-    def mark(self, number: int, body: Buffer = b"") -> bool:
-        """Leave a mark; :meth:`ring` wakes its reader. False if it has to be sent as a message."""
-        return self._takes_marks and bool(self._sent) and self.outgoing.mark(number, body)
-
     def ring(self) -> None:
-        """Wake the reader if it sleeps. A fence must come first."""
-        if self.outgoing.words[SLEEPS] and self._other >= 0:
+        """Wake the reader."""
+        if self._other >= 0:
             self.rung += 1
             os.eventfd_write(self._other, 1)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the reader takes no more messages and marks from here. A fence must come first."""
-        return bool(self.outgoing.words[LEFT])
-
-    def sent_elsewhere(self) -> None:
-        """Count a message that was sent elsewhere."""
-        self._sent += 1
 
     def came_elsewhere(self) -> None:
         """Count a message of the other end that came elsewhere."""
         self._came += 1
-        self._must_wait = False
-
-    @property
-    def has_mail(self) -> bool:
-        """Whether a mark or a posted message can be taken, as far as is known: a message that has to wait does not
-        count."""
-        if not self.keeps_marks and self._words[MARK] != self.incoming.mark:
-            return True
-        return self._words[HEAD] != self.incoming.tail and not self._must_wait
-
-    def take_mark(self) -> Mark | None:
-        """As :meth:`Incoming.take_mark`."""
-        return self.incoming.take_mark()
+        self.must_wait = False
 
     def take(self) -> list[bytes] | None:
         """As :meth:`Incoming.take`."""
         parts = self.incoming.take(self._came)
         if parts is None:
-            self._must_wait = self.incoming.has_mail
+            self.must_wait = self.incoming.has_mail
         return parts
-
-    def sleep(self, sleeps: bool) -> None:
-        """As :meth:`Incoming.sleep`."""
-        self._words[SLEEPS] = sleeps
-
-    def leave(self) -> None:
-        """As :meth:`Incoming.leave`."""
-        self.incoming.leave()
 
     def heard(self) -> None:
         """Reset the doorbell."""
         try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
-            os.eventfd_read(self._own)
+            os.eventfd_read(self.doorbell)
         except BlockingIOError:
             pass
 
     def close(self) -> None:
         """Close the doorbells. Idempotent."""
-        if self._own >= 0:
-            os.close(self._own)
+        if self.doorbell >= 0:
+            os.close(self.doorbell)
             os.close(self._other)
-            self._own = self._other = -1
+            self.doorbell = self._other = -1
 
 
 class Patience:
@@ -303,7 +263,7 @@ class Mailboxes(Generic[K]):
             self._take_rest(peer, before)
             self._drop(before)
         self._boxes[peer] = box
-        self._poller.register(box.fileno(), select.POLLIN)
+        self._poller.register(box.doorbell, select.POLLIN)
 
     def number(self, peer: K) -> int:
         """The number of the mailbox with ``peer``; 0 if there is none."""
@@ -339,7 +299,7 @@ class Mailboxes(Generic[K]):
     def post(self, peer: K, parts: Sequence[Buffer]) -> bool:
         """Post a message. False if it has to go over ZeroMQ; the caller then calls :meth:`sent` once it has gone."""
         box = self._boxes.get(peer)
-        if box is None or peer in self._offered or not box.post(parts):
+        if box is None or peer in self._offered or not box.sent or not box.outgoing.post(parts, box.sent):
             return False
         self._note_posted(peer, box)
         return True
@@ -348,20 +308,21 @@ class Mailboxes(Generic[K]):
         """Leave a mark for ``peer``: a number from 0 to 2**40 - 1 and bytes, which take the place of the mark before,
         seen or not. False if it has to be sent as a message."""
         box = self._boxes.get(peer)
-        if box is None or peer in self._offered or not box.mark(number, body):
+        if box is None or peer in self._offered or not (box.takes_marks and box.sent):
             return False
-        return not self._note_posted(peer, box)
+        return box.outgoing.mark(number, body) and not self._note_posted(peer, box)
 
     def box(self, peer: K) -> Mailbox | None:
         """The mailbox with ``peer``, if both use it."""
         return None if peer in self._offered else self._boxes.get(peer)
 
     def marked(self, peers: Sequence[K]) -> None:
-        """Note marks whose words the owner has stored itself, one for each of ``peers``."""
+        """Note marks whose words the owner has stored itself, one for each of ``peers``. It calls :meth:`ring`."""
         for peer in peers:
             box = self._boxes[peer]
             box.outgoing.marked()
-            self._note_posted(peer, box)
+            self._unrung.append((peer, box))
+        self.posted += len(peers)
 
     def _note_posted(self, peer: K, box: Mailbox) -> Sequence[tuple[K, int]]:
         self.posted += 1
@@ -378,8 +339,10 @@ class Mailboxes(Generic[K]):
             pass
         left: list[tuple[K, int]] = []
         for peer, box in self._unrung:
-            box.ring()
-            if box.has_left:
+            words = box.outgoing.words
+            if words[SLEEPS]:
+                box.ring()
+            if words[LEFT]:
                 left.append((peer, box.outgoing.last))
         self._unrung.clear()
         return left
@@ -388,7 +351,7 @@ class Mailboxes(Generic[K]):
         """Count a message that went to ``peer`` over ZeroMQ."""
         box = self._offered.get(peer) or self._boxes.get(peer)
         if box is not None:
-            box.sent_elsewhere()
+            box.sent += 1
 
     def came(self, peer: K, parts: Sequence[Buffer]) -> None:
         """Queue a message of ``peer`` that came over ZeroMQ. :meth:`take` returns it after those posted before it."""
@@ -396,9 +359,9 @@ class Mailboxes(Generic[K]):
         if box is not None:
             if box.keeps_marks:
                 self.stop_attending()
-            if (mark := box.take_mark()) is not None:  # as in take
+            if (mark := box.incoming.take_mark()) is not None:  # as in take
                 self._due.append((peer, mark))
-            while self._boxes.get(peer) is box and box.has_mail and (posted := self._take_from(peer, box)) is not None:
+            while self._boxes.get(peer) is box and (posted := self._take_from(peer, box)) is not None:
                 self._due.append((peer, posted))
             box.came_elsewhere()
         self._due.append((peer, parts))
@@ -408,16 +371,15 @@ class Mailboxes(Generic[K]):
         the messages of its sender. A message without parts stands for a damaged mailbox."""
         if self._due:
             return self._due.popleft()
-        for peer, box in self._boxes.items():
-            if not box.has_mail:
-                continue
+        while (found := self._with_mail()) is not None:
+            peer, box = found
             if box.keeps_marks:  # its mark may be older than the message
                 self.stop_attending()
-            if (mark := box.take_mark()) is not None:
+            if (mark := box.incoming.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
                 # A mark that was left since may be older than the message.
-                if (mark := box.take_mark()) is not None:
+                if (mark := box.incoming.take_mark()) is not None:
                     self._due.append((peer, parts))
                     return peer, mark
                 if parts and len(self._boxes) > 1:  # the others first, next time
@@ -446,7 +408,7 @@ class Mailboxes(Generic[K]):
             return True
         for peer, box in self._boxes.items():
             if peer != quiet:
-                box.sleep(True)
+                box.incoming.words[SLEEPS] = True
         self._is_asleep = True
         with self._fence:
             pass
@@ -461,18 +423,23 @@ class Mailboxes(Generic[K]):
             return
         self._is_asleep = False
         for box in self._boxes.values():
-            box.sleep(False)
-            if box.fileno() in ready:
+            box.incoming.words[SLEEPS] = False
+            if box.doorbell in ready:
                 box.heard()
                 self.woken += 1
 
     def _look(self) -> bool:
-        if self.attend is not None and self.attend():
-            return True
-        for box in self._boxes.values():  # noqa: SIM110  (polling calls this often, and any() is slower)
-            if box.has_mail:
-                return True
-        return False
+        return (self.attend is not None and self.attend()) or self._with_mail() is not None
+
+    def _with_mail(self) -> tuple[K, Mailbox] | None:
+        """A mailbox with a mark or a posted message that can be taken, as far as is known, and its peer."""
+        for peer, box in self._boxes.items():
+            incoming = box.incoming
+            if incoming.words[MARK] != incoming.mark and not box.keeps_marks:
+                return peer, box
+            if incoming.words[HEAD] != incoming.tail and not box.must_wait:
+                return peer, box
+        return None
 
     def _take_from(self, peer: K, box: Mailbox) -> Sequence[Buffer] | None:
         """The next message of ``box``. A damaged mailbox is dropped, and an empty message stands for it."""
@@ -482,13 +449,13 @@ class Mailboxes(Generic[K]):
             _log.warning("%r: %s", peer, str(error))
             self._boxes.pop(peer, None)
             self._leave(box)
-            if (mark := box.take_mark()) is not None:
+            if (mark := box.incoming.take_mark()) is not None:
                 self._due.append((peer, mark))
             self._drop(box)
             return ()
 
     def _take_rest(self, peer: K, box: Mailbox) -> None:
-        if (mark := box.take_mark()) is not None:
+        if (mark := box.incoming.take_mark()) is not None:
             self._due.append((peer, mark))
         with suppress(PeerProtocolError):
             while (parts := box.take()) is not None:
@@ -496,13 +463,13 @@ class Mailboxes(Generic[K]):
 
     def _leave(self, box: Mailbox) -> None:
         """Have the writer send later messages and marks elsewhere. What it has left before can be taken then."""
-        box.leave()
+        box.incoming.leave()
         with self._fence:
             pass
 
     def _drop(self, box: Mailbox) -> None:
         self.stop_attending()
         self._rung += box.rung
-        if box.fileno() >= 0:
-            self._poller.unregister(box.fileno())
+        if box.doorbell >= 0:
+            self._poller.unregister(box.doorbell)
             box.close()

@@ -57,7 +57,16 @@ NBYTES = 2 * (_WORDS_NBYTES + 256 * 1024)
 # The number of messages that went elsewhere before; the bytes of the message; the number of parts. The length of each
 # part follows.
 _PREFIX = struct.Struct("<QII")
-_WITH_LENGTHS = tuple(struct.Struct(f"<QII{count}I") for count in range(9))
+
+
+class _Prefixes(dict[int, struct.Struct]):
+    """The prefix and the lengths of messages, by their number of parts."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        return struct.Struct(f"<QII{count}I")
+
+
+_PREFIXES = _Prefixes({count: struct.Struct(f"<QII{count}I") for count in range(9)})
 
 
 class Mark(NamedTuple):
@@ -90,8 +99,8 @@ class Outgoing:
         if size or self.words[BODY]:
             self.words[BODY] = size
             self._body[:size] = body
-        self.words[MARK] = self.next_mark(number)
-        self.marked()
+        self._marks = (self._marks + 1) % _MARKS
+        self.words[MARK] = self._marks << _MARK_BITS | number
         return True
 
     @property
@@ -131,7 +140,7 @@ class Outgoing:
         if skipped:
             _PREFIX.pack_into(self._data, start, 0, 0, 0)
             start = 0
-        prefix = _with_lengths(count).pack(elsewhere, size, count, *lengths)
+        prefix = _PREFIXES[count].pack(elsewhere, size, count, *lengths)
         self._data[start : start + size] = b"".join((prefix, *parts))
         self._head = words[HEAD] = head + skipped + room
         return True
@@ -194,7 +203,7 @@ class Incoming:
         end = start + size
         if not count or size > there or at > end or end > self._nbytes:
             raise _damaged()
-        lengths = _with_lengths(count).unpack_from(self._data, start)[3:]
+        lengths = _PREFIXES[count].unpack_from(self._data, start)[3:]
         if at + sum(lengths) != end:
             raise _damaged()
         parts = []
@@ -205,10 +214,6 @@ class Incoming:
         self.tail = self.words[_TAIL] = tail + size + -size % _UNIT
         return parts
 
-    def sleep(self, sleeps: bool) -> None:
-        """Say whether the writer has to ring the doorbell from now on. A fence must follow, and then one more look."""
-        self.words[SLEEPS] = sleeps
-
     def leave(self) -> None:
         """Make the writer send later messages elsewhere: it may be alive although it is thought dead."""
         self.words[LEFT] = True
@@ -217,10 +222,6 @@ class Incoming:
 def _body(memory: memoryview) -> memoryview:
     """Where the bytes of a mark lie."""
     return memory[8 * (BODY + 1) :][:MARK_NBYTES]
-
-
-def _with_lengths(count: int) -> struct.Struct:
-    return _WITH_LENGTHS[count] if count < len(_WITH_LENGTHS) else struct.Struct(f"<QII{count}I")
 
 
 def _damaged() -> PeerProtocolError:

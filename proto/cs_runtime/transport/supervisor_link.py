@@ -166,7 +166,9 @@ class SupervisorLink:
         self._mended = 0
         #: Called repeatedly while this process waits for another supervisor. An exception of it ends the wait.
         self.while_waiting: Callable[[], None] = _nothing
-        self._waiting: deque[Record] = deque()
+        #: Records that arrived while this process waited for a segment, which :meth:`receive_nowait` returns first.
+        #: Polling the descriptor does not show them.
+        self.waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping | RemoteSegment] = {}
         # Shorter mappings of segments that were extended. They stay mapped, because a GPU's driver may have page-locked
         # arrays there.
@@ -214,14 +216,13 @@ class SupervisorLink:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether records arrived while this process waited for a segment. Polling the descriptor does not show
-        them."""
-        return bool(self._waiting)
+        """Whether :attr:`waiting` has records."""
+        return bool(self.waiting)
 
     def receive_nowait(self) -> Record | None:
         """The next record, or None if none waits. Raises :class:`ShutdownError` at end-of-file."""
-        if self._waiting:
-            return self._waiting.popleft()
+        if self.waiting:
+            return self.waiting.popleft()
         for peer in self._gone[:-_GONE_CLIENTS]:  # not earlier: the owner asks who they were when it hears of their end
             self._forget(peer)
         del self._gone[:-_GONE_CLIENTS]
@@ -242,7 +243,7 @@ class SupervisorLink:
             if not is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
                 raise NoAnswerError(f"the supervisor did not answer within {timeout:g} s; is it stopped?")
             if (read := self._read()) is not None:
-                self._waiting.append(read[0])
+                self.waiting.append(read[0])
                 if isinstance(read[0], StartFailed):
                     raise replica_exception_class(read[0].error.exception)(read[0].error.message)
         return self.name
@@ -251,7 +252,7 @@ class SupervisorLink:
         """The process that has this name; None if the supervisor has introduced none, as far as it has said."""
         while (peer := self._peers_by_name.get(name)) is None and is_readable(self.fileno(), 0):
             if (read := self._read()) is not None:
-                self._waiting.append(read[0])
+                self.waiting.append(read[0])
                 for descriptor in read[1]:
                     os.close(descriptor)
         return peer
@@ -287,7 +288,7 @@ class SupervisorLink:
     def until_end(self, timeout: float) -> Iterator[Record]:
         """Every record until the supervisor hangs up (:class:`ShutdownError`) or ``timeout`` seconds have passed."""
         deadline = time.monotonic() + timeout
-        while self._waiting or is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
+        while self.waiting or is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
             record = self.receive_nowait()
             if record is not None:
                 yield record
@@ -339,7 +340,7 @@ class SupervisorLink:
         for record, descriptors in self._answers(request):
             if isinstance(record, Mailbox):
                 return record, descriptors
-            self._waiting.append(record)
+            self.waiting.append(record)
         number = request.mailbox if isinstance(request, OpenMailbox) else 0
         return Mailbox(number, False, f"the supervisor did not hand it out within {_ANSWER_TIMEOUT:.0f} s"), []
 
@@ -359,7 +360,7 @@ class SupervisorLink:
                 os.close(descriptor)
             if isinstance(record, SegmentRefused) and record.segment == request.segment:
                 raise replica_exception_class(record.error.exception)(text_of(record.error))
-            self._waiting.append(record)
+            self.waiting.append(record)
         raise TimeoutError(
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
         )

@@ -66,7 +66,9 @@ class Plan:
     def set(self, steps: Sequence[Given], weights: tuple[float, ...], factors: Sequence[float] = ()) -> None:
         """Let the next update be that of these steps. ``factors``: of each range, in order; none: all are 1, or
         something else finds them."""
-        is_scaled = bool(weights) or len(factors) > 0 or any("clipvalue" in given for _, given in steps)
+        is_scaled = bool(weights) or len(factors) > 0
+        for _, given in steps:
+            is_scaled = is_scaled or "clipvalue" in given
         self._is_scaled = is_scaled or not self._finds_factors
         if is_scaled and self._finds_factors:
             self._factors[:] = factors or 1.0

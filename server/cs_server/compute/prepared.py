@@ -46,11 +46,16 @@ class _Phase:
     norms: Norms | None
     norm_shares: Sequence[Bound]
 
-    def set(self, operation: Apply, steps: Sequence[Given]) -> None:
-        """Let the next run make these steps."""
+    def set(self, operation: Apply) -> None:
+        """Let the next run make the steps of this operation."""
+        steps, has_factors = [], False
+        for update in operation.updates:
+            if update.dense:
+                steps.append((update, dict(update.hyperparameters)))
+                has_factors |= update.factor != 1
         if self.norms is None:
             factors: list[float] = []
-            if any(update.factor != 1 for update, _ in steps):
+            if has_factors:
                 factors = [update.factor for update, _ in steps for part in update.dense for _ in part.ranges]
             self.plan.set(steps, operation.weights, factors)
             return
@@ -108,11 +113,12 @@ class Prepared:
         self.instructions.append((Op.CALL, *own.tolist(), 0))
         self.instructions += [(Op.JOIN, helper.address, 0, 0) for helper, _ in handed]
 
-    def set_numbers(self, operations: Sequence[Apply], steps: Sequence[Sequence[Given]]) -> None:
-        """Let the next run make these steps of each operation."""
-        for phase, operation, own in zip(self._operations, operations, steps, strict=True):
-            if phase is not None:
-                phase.set(operation, own)
+    def set_numbers(self, operations: Sequence[Apply | Write | Fill]) -> None:
+        """Let the next run make the steps of these operations, which differ from the prepared ones at most in
+        numbers."""
+        for phase, operation in zip(self._operations, operations, strict=True):
+            if phase is not None and isinstance(operation, Apply):
+                phase.set(operation)
 
 
 class PreparedCommits:
@@ -156,7 +162,7 @@ class PreparedCommits:
             prepared = self._known[key] = self._made(applies, steps)
             return prepared
         if prepared is not None:
-            prepared.set_numbers(applies, steps)
+            prepared.set_numbers(applies)
         return prepared
 
     def _made(self, applies: Sequence[Apply], steps: Sequence[Sequence[Given]]) -> Prepared | None:
@@ -183,7 +189,7 @@ class PreparedCommits:
         plan = Plan(updates, self._arrays, lanes, None if norms is None else norms.factors)
         norm_shares = [] if norms is None else [each for each in norms.shares if isinstance(each, Bound)]
         phase = _Phase(plan, [], norms, norm_shares)
-        phase.set(operation, steps)
+        phase.set(operation)
         made = [plan.update(share, self._undo.lane_outside(share)) for share in range(len(plan.shares))]
         shares = [update for update in made if isinstance(update, Bound)]
         return with_changes(phase, shares=shares) if len(shares) == len(made) else None

@@ -17,6 +17,8 @@ class Ground:
 
     #: The peer name and the incarnation of each worker, by replica.
     workers: tuple[tuple[bytes, int], ...]
+    #: The peer names alone.
+    peers: tuple[bytes, ...]
     controller: bytes
     client: str
     #: The number of the last run, its series and its lookahead.
@@ -48,5 +50,5 @@ def ground_of(server: State) -> Ground | None:
     number = max((run[0] for run in tables.runs if len(run) == 1), default=0)
     returned = tables.stands[(number,), 0].returned if number else None
     last = (number, 0, 0) if returned is None else (number, returned.series, returned.lookahead)
-    peers = tuple((worker.peer, worker.worker.incarnation) for worker in workers)
-    return Ground(peers, controller, hello.client, last)
+    known = tuple((worker.peer, worker.worker.incarnation) for worker in workers)
+    return Ground(known, tuple(worker.peer for worker in workers), controller, hello.client, last)

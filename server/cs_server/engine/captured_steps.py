@@ -15,7 +15,7 @@ number) is not. Nor is one in which a replica reads its own update, which takes 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +42,7 @@ from cs_proto.messages import (
     WaitReport,
     WriteNote,
 )
-from cs_proto.records import altered, replace
+from cs_proto.records import replace
 from cs_server.events import Apply, Command, Commit, Computed, Event, Finished, Received, Send, Tick, Write
 
 from . import dispatch, sessions, stored_steps
@@ -98,7 +98,7 @@ class CapturedSteps:
         self._open = OpenStep(self._server.tables)
         self._computing = 0  # the ticket of the computation of the last answer
         self._run = self._series = self._lookahead = 0  # the last ones
-        self._returns: list[Return] = []  # of the last one, in replica order
+        self._returns: list[Return] = []  # of the last one that came as messages, in replica order
         self._kind: Kind | None = None  # of the last one
         self._began = 0.0  # when its first return came
         self._committing = 0  # the ticket of its commit
@@ -106,13 +106,13 @@ class CapturedSteps:
         self._kinds: dict[tuple[Shape, ...], Kind] = {}
         self._counts = [0] * KINDS  # of the steps of each kind that the other tables do not have
         self._tickets = 0  # of their commits and computations
-        self._applied: Counter[int] = Counter()  # in them, by variable set
+        self._applied = defaultdict[int, int](int)  # in them, by variable set
         self._sizes: dict[tuple[int, int], int] = {}  # bytes of what is written down of them, by place
         self._nbytes = 0
         self._has_changes = False  # whether steps among them have brought changes of hyperparameters
         self._plans = Plans()
         self._followed: Place | None = None  # the place of the step that the account follows
-        self._next: tuple[NextStep, Plan, Counter[int]] | None = None  # with what is applied after it
+        self._next: tuple[NextStep, Plan, defaultdict[int, int]] | None = None  # with what is applied after it
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
         """The commands that follow from ``event``. None if the event needs the general way."""
@@ -277,7 +277,9 @@ class CapturedSteps:
             try:
                 if is_asked:
                     optimizers.changed(server, record.changes)
-                progress.make(server, (), [note for note in record.notes if isinstance(note, WriteNote)], Counter())
+                progress.make(
+                    server, (), [note for note in record.notes if isinstance(note, WriteNote)], defaultdict(int)
+                )
             except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
                 return False
         return True
@@ -323,8 +325,8 @@ class CapturedSteps:
             tables.keep()
         self._followed = place if is_followed else None
         self._note_size(place, size)
-        self._note_step(kind, returns, step.since[0])
-        self._held = []
+        self._note_step(kind, returns[0], returns[0].run[0], step.since[0])
+        self._returns, self._held = returns, []
         if kind.questions:
             self._open = OpenStep(tables)
         if not kind.commits:
@@ -345,7 +347,7 @@ class CapturedSteps:
         return kind
 
     def _operations(
-        self, brought: Sequence[Sequence[Any]], applied: Counter[int], *, has_writes: bool
+        self, brought: Sequence[Sequence[Any]], applied: defaultdict[int, int], *, has_writes: bool
     ) -> tuple[Apply | Write, ...]:
         """What is committed of these notes, by replica. Raises as the general way does where they do not fit."""
         notes: list[WriteNote] = []
@@ -375,7 +377,7 @@ class CapturedSteps:
             if tables.is_ahead:
                 tables.flush()
             # What would be refused is refused now: whoever hears these messages again has to take them.
-            self._operations([held.record.notes for held in in_order], Counter(), has_writes=True)
+            self._operations([held.record.notes for held in in_order], defaultdict(int), has_writes=True)
             self._open.ask(self._held, asked)
         except Exception as error:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             server.rollback()
@@ -422,20 +424,19 @@ class CapturedSteps:
         assert ground is not None
         assert kind is not None
         plan = self._plans.expected(kind) if base is None else self._plans.alike(base)
-        if plan is None or not self._is_next(altered(plan.returns[0], run=(run,))):
+        if plan is None:
+            return None
+        first, number = plan.returns[0], plan.kind.number
+        # Nothing is under way. Of a series that was left no step comes again, and within one the lookahead stays.
+        if first.lookahead != self._lookahead if first.series == self._series else first.series:
             return None
         applied, counts = self._applied.copy(), self._counts.copy()
-        points: list[Any] = list(zip(*[record.notes for record in plan.returns], strict=True))
         try:
-            operations = progress.make(self._server, points, (), applied)
+            commit = plan.commit_after(self._server, applied, self._server.tables.tally.tickets + self._tickets + 1)
         except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             return None
-        counts[plan.kind.number] += 1
-        ticket = self._server.tables.tally.tickets + self._tickets + 1
-        peers = tuple([peer for peer, _ in ground.workers])
-        commit = Commit(ticket, operations) if operations else None
-        is_of_series = plan.returns[0].series > 0
-        step = NextStep(run, plan.kind.number, tuple(counts), plan.returns, is_of_series, peers, commit)
+        counts[number] += 1
+        step = NextStep(run, number, counts, plan.returns, first.series > 0, ground.peers, commit, plan.alike)
         self._next = step, plan, applied
         return step
 
@@ -450,19 +451,17 @@ class CapturedSteps:
         assert self._next is not None
         assert ground is not None
         step, plan, self._applied = self._next
-        bodies = self._account.bodies(step.run)
-        returns = [marks.returned(record, step.run, body) for record, body in zip(plan.returns, bodies, strict=True)]
-        self._note_step(plan.kind, returns, now)
+        self._note_step(plan.kind, plan.returns[0], step.run, now)
         self._tickets += bool(plan.kind.commits)
-        values = tuple([record.value for record in returns if record.value is not None])
+        values = tuple(map(marks.value_of, plan.returns, self._account.bodies(step.run)))
         return [Send(ground.controller, RunFinished((step.run,), values, None, plan.kind.commits))]
 
-    def _note_step(self, kind: Kind, returns: list[Return], began: float) -> None:
-        """A step of that kind is the last one."""
+    def _note_step(self, kind: Kind, returned: Return, run: int, began: float) -> None:
+        """A step of that kind is the last one. The first replica has ``returned`` that, but for run and value."""
         self._plans.follow(self._kind, kind)
         self._counts[kind.number] += 1
-        self._run, self._series, self._lookahead = returns[0].run[0], returns[0].series, returns[0].lookahead
-        self._returns, self._kind, self._began = returns, kind, began
+        self._run, self._series, self._lookahead = run, returned.series, returned.lookahead
+        self._kind, self._began = kind, began
 
     def _fold(self) -> None:
         """Write the steps of the account to the store. From now on they are captured ones like others."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 from cs_proto.codec import MARK_NBYTES
-from cs_proto.frozen import frozen
-from cs_proto.messages import Return
+from cs_proto.frozen import frozen, with_changes
+from cs_proto.messages import Optimizer, Return
 from cs_proto.records import altered
-from cs_server.events import Commit
+from cs_server.events import Apply, Commit
 
+from .catalogue import updates
 from .step_kinds import Kind
+from .steps import progress
+from .store.state import State
 from .stored_steps import span_of
 
 __all__ = ["NextStep", "Plan", "Plans"]
@@ -24,7 +28,7 @@ class NextStep:
     run: int
     #: The number of its kind, and how many steps of each kind there are with it, as the account has them.
     kind: int
-    counts: tuple[int, ...]
+    counts: Sequence[int]
     #: Returns that differ from those of the step at most in run and value, by replica.
     returns: tuple[Return, ...]
     #: Whether the workers wait for the mark of its end.
@@ -32,16 +36,61 @@ class NextStep:
     #: The peer name of each worker, by replica.
     workers: tuple[bytes, ...]
     commit: Commit | None
+    #: The same object in steps of which only runs, values and the numbers of their commits differ.
+    alike: object
 
 
-class Plan(NamedTuple):
+class Plan:
     """The Returns of the last captured step of a kind, by replica. A program may carry out steps that differ from it
     only in runs and values."""
 
-    kind: Kind
-    returns: tuple[Return, ...]
-    #: The most bytes that such steps bring to the store.
-    nbytes: int
+    def __init__(self, kind: Kind, returns: Sequence[Return], nbytes: int) -> None:
+        """``nbytes``: the most that such steps bring to the store."""
+        self.kind, self.returns, self.nbytes = kind, tuple(returns), nbytes
+        #: As in a step of it. Another object once commits differ in more than numbers.
+        self.alike = object()
+        self._points: list[Any] = list(zip(*[record.notes for record in returns], strict=True))
+        # Of the commits so far, and of each update the optimizer and what its variables have been updated more.
+        self._operations: list[Apply] = []
+        self._made_of: list[tuple[Optimizer, tuple[int, ...]]] = []
+
+    def commit_after(self, server: State, applied: defaultdict[int, int], ticket: int) -> Commit | None:
+        """The commit of the next such step. ``applied`` has the steps of each variable set that the tables do not count
+        yet; the new ones are added."""
+        if not self._points:
+            return None
+        sets, optimizers = server.tables.sets, server.tables.optimizers
+        before, numbers = applied.copy(), list[updates.Numbers]()
+        made_of: list[tuple[Optimizer, tuple[int, ...]]] = []
+        for first, *_ in self._points:
+            steps = updates.by_optimizer(server, applied)
+            for update in first.updates:
+                optimizer = optimizers[sets[update.variable_set].optimizer]
+                of_update = updates.numbers_of(server, update.variable_set, optimizer, steps, applied)
+                made_of.append((optimizer, of_update[2]))
+                numbers.append(of_update)
+            for update in first.updates:
+                applied[update.variable_set] += 1
+        if made_of == self._made_of:
+            self._operations = _renumbered(self._operations, numbers)
+        else:
+            self._operations = [each for each in progress.make(server, self._points, (), before) if type(each) is Apply]
+            self._made_of, self.alike = made_of, object()
+        return Commit(ticket, tuple(self._operations))
+
+
+def _renumbered(operations: Sequence[Apply], numbers: Sequence[updates.Numbers]) -> list[Apply]:
+    """The same operations with other numbers, of each update in turn."""
+    made, which = [], 0
+    for operation in operations:
+        renumbered = []
+        for update in operation.updates:
+            hyperparameters, t, _ = numbers[which]
+            which += 1
+            counts = tuple([count + t - update.t for count in update.counts]) if update.counts else ()
+            renumbered.append(with_changes(update, hyperparameters=hyperparameters, t=t, counts=counts))
+        made.append(with_changes(operation, updates=tuple(renumbered)))
+    return made
 
 
 class Plans:
@@ -60,7 +109,7 @@ class Plans:
         if by_marks and only_applies and kind.number not in self._refused:
             # One step for each place, with bodies as long as marks can be.
             most = span_of(returns[0]) * (size + len(returns) * MARK_NBYTES)
-            self._plans[kind.number] = Plan(kind, tuple(returns), most)
+            self._plans[kind.number] = Plan(kind, returns, most)
 
     def follow(self, before: Kind | None, kind: Kind) -> None:
         """A step of a kind came after one of the kind ``before``."""

@@ -28,6 +28,7 @@ from cs_proto.peers import server_endpoint, worker_endpoint
 from cs_proto.records import RECORDS, Buffer, Record, altered
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.channel import Channel
+from cs_runtime.transport.rings import LEFT
 from cs_runtime.transport.supervisor_link import SupervisorLink, peer_of
 
 WORKERS = {
@@ -210,7 +211,7 @@ def test_what_the_script_says_by_mailbox_is_passed_on_in_order(introduced: Intro
     assert not gateway._watched
     box = script.mailboxes.box(worker)
     assert box is not None
-    assert box.has_left
+    assert box.outgoing.words[LEFT]
     script.close()
     os.close(quiet)
 

@@ -26,6 +26,12 @@ from cs_runtime.transport.readiness import is_readable
 LIMIT = 256
 
 
+def admit(admission: Admission, ready: set[int | zmq.Socket[bytes]]) -> None:
+    """What the owner does after a poll that found these ``ready``."""
+    if admission.descriptor in ready:
+        admission.admit()
+
+
 class Entry:
     """A ROUTER with admission, in a process that may open 256 more files than it has open now."""
 
@@ -47,7 +53,7 @@ class Entry:
     def turn(self) -> list[list[bytes]]:
         """Poll once, as a role does: the message that has come, if any."""
         ready = self.poller.poll(0.01)
-        self.admission.admit(ready)
+        admit(self.admission, ready)
         return [self.router.recv_multipart()] if self.router in ready else []
 
     def hear(self, count: int) -> list[list[bytes]]:
@@ -189,7 +195,7 @@ def test_messages_of_a_peer_that_has_left_are_heard(entry: Entry) -> None:
     peer = entry.dealer(b"p")
     for _ in range(5):
         peer.send(bytes(100_000))
-    entry.admission.admit(entry.poller.poll(unit(10)))
+    admit(entry.admission, entry.poller.poll(unit(10)))
     entry.until(lambda: entry.sockets() > sockets + 1)
     peer.close(linger=10_000)
 
@@ -213,7 +219,7 @@ def test_files_of_a_killed_process_are_replaced(entry: Entry, tmp_path: Path) ->
 
     def is_heard() -> bool:
         ready = entry.poller.poll(0.01)
-        other.admit(ready)
+        admit(other, ready)
         heard.extend([entry.router.recv_multipart()] if entry.router in ready else [])
         return bool(heard)
 

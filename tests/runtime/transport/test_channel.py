@@ -444,7 +444,7 @@ def test_a_mark_is_the_record_that_it_stands_for(make: Make, is_read: bool) -> N
 def test_what_waits_for_a_segment_comes_first(make: Make) -> None:
     world = make(messages_first=True)
     peer = world.let_in(b"c1")
-    world.link._waiting.append(Shutdown("it came while a segment was awaited"))
+    world.link.waiting.append(Shutdown("it came while a segment was awaited"))
     peer.send_multipart(parts(1))
     world.until_there()
     assert [world.hear().peer, world.hear().peer] == [SUPERVISOR, b"c1"]

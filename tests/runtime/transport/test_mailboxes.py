@@ -400,7 +400,7 @@ def test_the_doorbell_is_rung_for_who_sleeps_and_for_nobody_else(ends: Ends) -> 
     assert ends.here.post("there", [b"2"])
     assert ends.here.post("there", [b"3"])
     ready = dict(ends.poller.poll(0))
-    assert list(ready) == [ends.there._boxes["here"].fileno()]
+    assert list(ready) == [ends.there._boxes["here"].doorbell]
     ends.there.awake(ready)
     assert ends.there.woken == 1
     assert ends.here.rung == 2
@@ -582,7 +582,7 @@ def test_what_is_posted_while_it_falls_asleep_is_seen_behind_the_fence(ends: End
 def test_every_post_has_a_fence_between_the_message_and_the_look(ends: Ends) -> None:
     ends.shake_hands()
     seen = []
-    ends.fence.then = lambda: seen.append(bool(ends.there._boxes["here"].has_mail))
+    ends.fence.then = lambda: seen.append(ends.there._boxes["here"].incoming.has_mail)
     assert ends.here.post("there", [b"1"])
     assert seen == [True]
 

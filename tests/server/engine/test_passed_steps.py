@@ -16,12 +16,13 @@ from tests.harness.playbook import CONTROLLER, handled, returns, uncounted, w
 from tests.server.engine.test_captured_steps import BETWEEN, KINDS, Kind, Two, noted
 
 from cs_proto import codec, marks, records
+from cs_proto.frozen import with_changes
 from cs_proto.messages import Return, RunFinished, StepFinished, Value
 from cs_server.engine.engine import Engine
 from cs_server.engine.step_plans import NextStep
 from cs_server.engine.store.account import BODY_NBYTES, KIND_NBYTES, STEPS, Account, account_nbytes
 from cs_server.engine.store.control_log import ControlDamaged, ControlMemory
-from cs_server.events import Command, Commit, Finished, Received, Send
+from cs_server.events import Apply, Command, Commit, Finished, Received, Send
 
 APPLIES = [KINDS[0], KINDS[1], KINDS[2], KINDS[3], KINDS[7], KINDS[8]]
 """Kinds of steps of which the replicas bring the same again and again, and nothing but gradients."""
@@ -39,6 +40,8 @@ class Passing(Two):
         self.store.write(dict(self.other_store.items()))
         self.short = Engine(self.config, self.store, self.account)
         self.passed = 0
+        #: What the commits of steps had in common that were said to be alike.
+        self.alike: dict[object, object] = {}
         self.site = ""  # of every apply, if it is set
 
     def successor(self) -> tuple[Engine, ControlMemory]:
@@ -115,6 +118,8 @@ class Passing(Two):
         commands = [command for each in said for command in handled(lambda e: self.long.handle(e, self.now), each)]
         commits = [command for command in commands if isinstance(command, Commit)]
         assert commits == ([] if step.commit is None else [step.commit])
+        common = without_numbers(step)
+        assert self.alike.setdefault(step.alike, common) == common
         self.account._words[1] += 1
         self.compare(*self.successor())  # it takes the commit as under way
         for commit in commits:
@@ -142,6 +147,19 @@ class Passing(Two):
             another.handle(Finished(ticket), self.now)
         self.compare(another, store)
         return tickets
+
+
+def without_numbers(step: NextStep) -> object:
+    """The commit of a step and the Returns that it follows, without what may differ in the next one."""
+    operations = []
+    for each in () if step.commit is None else step.commit.operations:
+        assert isinstance(each, Apply)
+        updates = [
+            with_changes(update, t=0, hyperparameters=(), counts=tuple([n - update.t for n in update.counts]))
+            for update in each.updates
+        ]
+        operations.append(with_changes(each, updates=tuple(updates)))
+    return operations, step.returns, step.kind, step.is_of_series, step.workers
 
 
 @st.composite

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from typing import TypeAlias
 
 from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY, counts_by_variable
@@ -111,11 +112,7 @@ def apply(server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], b
     """One step of each optimizer of an apply. ``numbers`` are the sets of variables. ``points`` say for every replica
     which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``before`` has the
     steps of each variable set that the tables do not count yet."""
-    first = points[0]
-    steps: dict[int, int] = {}
-    for number, count in before.items():
-        optimizer = server.tables.sets[number].optimizer
-        steps[optimizer] = steps.get(optimizer, 0) + count
+    first, steps = points[0], by_optimizer(server, before)
     buffers = tuple([point.buffers for point in points])
     is_bounded = first.global_clipnorm is not None
     updates = tuple(
@@ -134,6 +131,30 @@ def apply(server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], b
         first.clip_epsilon,
         first.site if first.is_watched else "",
     )
+
+
+def by_optimizer(server: State, before: Mapping[int, int]) -> dict[int, int]:
+    """The steps of each optimizer, of those of each variable set."""
+    sets, steps = server.tables.sets, dict[int, int]()
+    for number, count in before.items():
+        optimizer = sets[number].optimizer
+        steps[optimizer] = steps.get(optimizer, 0) + count
+    return steps
+
+
+Numbers: TypeAlias = tuple[tuple[tuple[str, float], ...], int, tuple[int, ...]]
+"""What changes from one update of a variable set to the next: the hyperparameters, the number of the update (the lowest
+of its variables), and what each variable has more, or nothing if all have the same."""
+
+
+def numbers_of(
+    server: State, number: int, optimizer: Optimizer, steps: Mapping[int, int], before: Mapping[int, int]
+) -> Numbers:
+    """The numbers of the next update of a variable set of ``optimizer``. ``steps`` are those of ``before``, by
+    optimizer."""
+    step = optimizer.iterations + steps.get(optimizer.number, 0)
+    t, more = server.index.counts.next_of(number, before) if counts_by_variable(optimizer.kind) else (step + 1, ())
+    return _at(step, optimizer), t, more
 
 
 @lru_cache(maxsize=64)
@@ -155,15 +176,12 @@ def _update(
     ``before``, by optimizer."""
     updated = server.tables.sets[number].variables
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
-    hyperparameters = dict(optimizer.hyperparameters)
-    step = optimizer.iterations + steps.get(optimizer.number, 0)
-    more: tuple[int, ...] = ()
-    t = step + 1
-    if counts_by_variable(optimizer.kind):
-        t, more = server.index.counts.next_of(number, before)
+    hyperparameters, t, more = numbers_of(server, number, optimizer, steps, before)
     brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
     sparse = updated if optimizer.rule in ROWWISE else tuple(brought)
-    by_variable = is_bounded or RULES[optimizer.rule].direction is not None or not _CLIPS.isdisjoint(hyperparameters)
+    by_variable = (
+        is_bounded or RULES[optimizer.rule].direction is not None or not _CLIPS.isdisjoint(dict(hyperparameters))
+    )
     groups = tuple(map(sorted(set(more)).index, more)) if more else ()
     key = (number, sparse, by_variable, buffers, optimizer.exempt, groups)
     known = server.index.dense.get(key)
@@ -197,7 +215,7 @@ def _update(
             gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
         rows.append(with_changes(rows_of, gradients=tuple(gradients)))
     counts = [t + more[place] for place in (*places, *map(updated.index, sparse))] if more else ()
-    return Update(optimizer.rule, _at(step, optimizer, hyperparameters), t, dense, tuple(rows), counts=tuple(counts))
+    return Update(optimizer.rule, hyperparameters, t, dense, tuple(rows), counts=tuple(counts))
 
 
 def _rows(server: State, optimizer: Optimizer, number: int) -> Rows:
@@ -257,8 +275,9 @@ def _ranges_of(
     return [(dtype, rule, ranges, group) for (dtype, rule, group), ranges in found.items() if ranges]
 
 
-def _at(step: int, optimizer: Optimizer, given: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """The hyperparameters of the update that follows ``step`` earlier ones; ``given`` are the optimizer's."""
+def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
+    """The hyperparameters of the update that follows ``step`` earlier ones of its optimizer."""
+    given = dict(optimizer.hyperparameters)
     schedule, decay = optimizer.schedule, given.get("decay")
     if schedule is None and not decay:
         return optimizer.hyperparameters

@@ -8,7 +8,7 @@ a commit is under way. Before the commit, a replica that waits is asked to prese
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -206,11 +206,11 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
     changing = [k for k in range(server.tables.runs[run].committed, job.k) if runs.changes(server, run, k)]
     points = [[server.tables.points[run, replica, k] for replica in server.replicas] for k in changing]
     notes = [note for _, note in runs.writes(server, run) if note.k < job.end_of_writes]
-    return make(server, points, notes, Counter())
+    return make(server, points, notes, defaultdict(int))
 
 
 def make(
-    server: State, points: Iterable[Sequence[Point]], notes: Sequence[WriteNote], steps: Counter[int]
+    server: State, points: Iterable[Sequence[Point]], notes: Sequence[WriteNote], steps: defaultdict[int, int]
 ) -> tuple[Apply | Write, ...]:
     """The operations of a commit: those of merge points, of each what the replicas brought, and of write notes, those
     of replica 0 first and each replica's in order. ``steps`` are those of each variable set that the tables do not

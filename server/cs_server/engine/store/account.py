@@ -71,10 +71,10 @@ class Account:
 
     def bodies(self, run: int) -> list[bytes]:
         """What the workers returned of a run that is among the last :data:`STEPS`, by replica."""
-        found = []
-        for body in self._steps[run % STEPS, KIND_NBYTES:].reshape(-1, BODY_NBYTES):
-            size = min(int.from_bytes(body[:_WORD_NBYTES].tobytes(), "little"), MARK_NBYTES)
-            found.append(body[_WORD_NBYTES : _WORD_NBYTES + size].tobytes())
+        found, step = [], self._steps[run % STEPS].data
+        for at in range(KIND_NBYTES, len(step), BODY_NBYTES):
+            size = min(int.from_bytes(step[at : at + _WORD_NBYTES], "little"), MARK_NBYTES)
+            found.append(bytes(step[at + _WORD_NBYTES : at + _WORD_NBYTES + size]))
         return found
 
     @property

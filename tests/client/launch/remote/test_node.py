@@ -32,7 +32,7 @@ from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.readiness import is_readable
-from cs_runtime.transport.rings import HEAD
+from cs_runtime.transport.rings import HEAD, LEFT
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
 T = TypeVar("T")
@@ -246,7 +246,7 @@ def test_what_a_worker_has_posted_without_a_ring_is_heard_at_its_end(outpost: Ou
     outpost.node.turn()
     outpost.node.end()
     assert len(outpost.said) == 1
-    assert worker.channel.mailboxes.box(SERVER).has_left  # type: ignore[union-attr]
+    assert worker.channel.mailboxes.box(SERVER).outgoing.words[LEFT]  # type: ignore[union-attr]
 
 
 def test_a_mark_goes_as_a_message(outpost: Outpost) -> None:
@@ -283,7 +283,7 @@ def test_what_the_script_says_comes_by_mailbox(outpost: Outpost) -> None:
     assert mailbox is not None
     for number in (2, 3):
         say(number)
-    assert mailbox.has_mail
+    assert mailbox.incoming.has_mail
     worker.until(lambda: len(worker.heard) == 3)
     assert worker.heard == [messages.Cancel((number,)) for number in (1, 2, 3)]
     assert not any(kind == items.CONTROLLER for kind, _ in outpost.put)
