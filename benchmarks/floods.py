@@ -7,8 +7,9 @@ followed by its *control*: a process that computes as much of the time as the fl
 control costs is the price of any process on this machine, not of what the flooder sends.
 
 Strangers are unknown to the supervisor. The other floods come from observers that it has introduced: ``questions``
-reads all answers, ``unread`` reads none, and ``malformed`` sends what is no record. ``computes`` is no flood: it sends
-nothing, and never rests. A disturber is stopped (SIGSTOP) between its turns.
+reads all answers, ``unread`` reads none, and ``malformed`` sends what is no record. ``large`` is one observer that
+asks for a variable of 100 MB, again after each answer. ``computes`` is no flood: it sends nothing, and never rests. A
+disturber is stopped (SIGSTOP) between its turns.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from cs_runtime.transport.supervisor_link import SupervisorLink
 
 STEP = 1.5e-3  # seconds, about
 MOST = 2.0  # times the 99th percentile of a quiet step
-FLOODS = ("strangers", "questions", "malformed", "unread", "computes")
+FLOODS = ("strangers", "questions", "malformed", "unread", "large", "computes")
+# The values of the variable that ``large`` asks for.
+LARGE = 25_000_000
 # The control computes for its share of each period, in seconds.
 PERIOD = 2e-3
 # So many links flood at once.
@@ -57,11 +60,14 @@ def flood(kind: str, address: str) -> None:
     """Send messages of this kind to the server, without end."""
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
-        links = [_link(stack, context, kind, number, address) for number in range(LINKS)]
+        count = 1 if kind == "large" else LINKS
+        links = [_link(stack, context, kind, number, address) for number in range(count)]
         print("begins", flush=True)
         for number in itertools.count(1):
             for link in links:
                 link.send_multipart(_message(kind, number))
+                if kind == "large":
+                    link.recv_multipart(copy=False)
                 while kind in ("questions", "malformed") and link.poll(0):
                     link.recv_multipart()
 
@@ -69,6 +75,8 @@ def flood(kind: str, address: str) -> None:
 def _message(kind: str, number: int) -> Sequence[Any]:
     if kind == "malformed":
         return [b"\xc1", b"nonsense"]
+    if kind == "large":
+        return encode(Get(number, (), ("large",), True))
     return encode(Get(number, (), ("w",), True) if number % 2 else Statistics(number))
 
 
@@ -162,6 +170,8 @@ class Steps:
 
     def __init__(self, strategy: cs.CentralStorageStrategy, options: argparse.Namespace) -> None:
         self.training = Training(strategy)
+        with strategy.scope():
+            self._large = cs.Variable(np.ones(LARGE, np.float32), name="large")
         self.training.turn(1, 20)
         self.server = strategy.statistics().pid
         self._products = self.training.products(STEP)

@@ -93,6 +93,7 @@ from .events import (
     Tick,
     TraceWorker,
 )
+from .large_answers import LARGE_NBYTES, LargeAnswers
 from .memory.array_places import arrays_of
 from .memory.segment_server import carry
 from .memory.segments import Segments
@@ -114,10 +115,6 @@ _LOOK_EVERY = 1e-3
 _LINGER = 200
 # Messages that a peer does not take wait in this process, which counts them, and one of them in the socket.
 _UNREAD = 1
-# An answer with more bytes of variables is made only when its peer can take it. If the same question comes again within
-# so many seconds, it was sent before the answer arrived, and is ignored.
-_LARGE_NBYTES = 64 << 10
-_REPEATED_WITHIN = 2.0
 # The notes of so many Returns of each worker are remembered.
 _CHECKED = 32
 _QUESTIONS = (Get, Describe, DescribeSlots, Fetch, Locate, Statistics)
@@ -168,8 +165,7 @@ class Service:
         self._later: dict[bytes, Record] = {}
         self._retry_at = 0.0
         self._late_pause = 0.0
-        # By peer, the last question that had a large answer, and the time when the answer was sent.
-        self._answered: dict[bytes, tuple[Get, float]] = {}
+        self._large = LargeAnswers()
 
     def prepare(self) -> None:
         """Make what every run needs, and continue the work of an earlier server."""
@@ -302,8 +298,7 @@ class Service:
     def _must_wait(self, peer: bytes, question: Record) -> bool:
         """Whether ``question`` is not to be answered now: its answer is on its way, or its peer has not taken earlier
         messages. A peer has one question at a time, so a new question replaces the older one."""
-        answered, since = self._answered.get(peer, (None, 0.0))
-        if question == answered and time.monotonic() - since < _REPEATED_WITHIN:
+        if self._large.is_repeated(peer, question, time.monotonic()):
             return True
         if peer in self._unsent or peer in self._later:
             self._later[peer] = question
@@ -482,20 +477,23 @@ class Service:
         return is_begun
 
     def _answer(self, peer: bytes, question: Get, got: Got) -> None:
-        """Send variables with their bytes. If a large answer cannot be sent now, nothing is copied, and the question is
-        handled again later."""
-        if sum(array.nbytes for array in got.arrays) <= _LARGE_NBYTES:
+        """Send variables with their bytes. If a large answer cannot be sent now, or would delay too many steps, nothing
+        is copied, and the question is handled again later."""
+        if sum(array.nbytes for array in got.arrays) <= LARGE_NBYTES:
             self._send(peer, replace(got, arrays=tuple(array_of(self._segments.view(a).copy()) for a in got.arrays)))
             return
-        is_begun = False if peer in self._unsent else self._channel.begin_to_send(peer)
+        began = time.monotonic()
+        is_observer = (who := self._supervisor.peers.get(peer)) is not None and who.role == "observer"
+        must_wait = peer in self._unsent or (is_observer and not self._large.may_be_made(got.commits, began))
+        is_begun = False if must_wait else self._channel.begin_to_send(peer)
         if is_begun:
             self._channel.finish_sending(
                 encode(replace(got, arrays=tuple(array_of(self._segments.view(a)) for a in got.arrays)), BULK_LIMITS)
             )
             self._channel.mailboxes.sent(peer)
-            now = time.monotonic()
-            self._answered = {p: each for p, each in self._answered.items() if now - each[1] < _REPEATED_WITHIN}
-            self._answered[peer] = question, now
+            self._large.made(peer, question, now := time.monotonic())
+            if is_observer:
+                self._large.made_for_observer(got.commits, began, now)
         elif is_begun is False:
             self._later[peer] = question
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +78,10 @@ class Peer:
         record = self.next()
         assert type(record) is kind, record
         return record
+
+    def has_answer(self) -> bool:
+        """Whether a message has come that nobody has read."""
+        return bool(self._socket.poll(0))
 
     def ask(self, record: Record, kind: type[R]) -> R:
         self.say(record)
@@ -644,6 +649,34 @@ def test_a_question_asked_again_while_its_answer_is_made_is_answered_once(runnin
     observer.say(m.Get(2, (variable.number,), (), True))
     assert [observer.hear(m.Got).request for _ in range(2)] == [1, 2]
     still_answers(observer)
+    observer.close()
+
+
+def test_many_commits_lie_between_two_large_answers_to_observers(running: Service) -> None:
+    controller, nbytes = running.controller, 128 << 20
+    wanted = replace(spec("large for observers", "float32", (nbytes // 4,)), trainable=False)
+    large = controller.ask(m.Create("01", next(_sequence), wanted, None), m.Created).variable
+    small = create(running, "small beside it", np.ones(1, np.float32))
+    observer = Peer(running, "o7")
+    observer.ask(m.Hello(m.PROTOCOL, "observer", "7", os.getpid()), m.Welcome)
+
+    def commit() -> None:
+        write = m.Assign("01", next(_sequence), small.number, "assign", array_of(np.ones(1, np.float32)))
+        controller.ask(write, m.Done)
+
+    def answered(number: int) -> tuple[int, float]:
+        """After how many commits, and when."""
+        observer.say(m.Get(number, (large.number,), (), True))
+        while not observer.has_answer():
+            commit()
+        return observer.hear(m.Got).commits, time.monotonic()
+
+    before, asked_at = answered(1)[0], time.monotonic()
+    for _ in range(100):
+        commit()
+    after, answered_at = answered(2)
+    assert after - before >= 200 or answered_at - asked_at >= 1.9
+    controller.ask(m.Free("01", next(_sequence), (large.number, small.number)), m.Done)
     observer.close()
 
 

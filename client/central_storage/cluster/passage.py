@@ -24,7 +24,7 @@ from cs_runtime.transport import supervisor_link
 from . import items
 from .link import WorkerLink
 from .mirror import Copy
-from .stand_in import Put, StandIn, Watching
+from .stand_in import SYSTEM_ERRORS, Put, StandIn, Watching, typed
 
 __all__ = ["Passages"]
 
@@ -93,6 +93,8 @@ class _Outpost:
                     passage.turn()
         except CentralStorageError as error:
             self.end(error)
+        except SYSTEM_ERRORS as error:
+            self.end(typed(error))
         if self.link.is_over and not self.is_over:
             _log.info("%s is gone: %s", self.link.role, self.link.reason)
             self.end(ShutdownError(_GONE))
@@ -193,13 +195,15 @@ class _Passage:
                     packet = self._launcher.recv(PACKET_NBYTES)
                 except BlockingIOError:
                     return
+                except OSError as error:
+                    raise ShutdownError(_GONE) from error
                 if not packet:
                     raise ShutdownError(_GONE)
                 self._heed(decode([packet]), packet)
-        except OSError:
-            self._outpost.end(ShutdownError(_GONE))
         except CentralStorageError as error:
             self._outpost.end(error)
+        except SYSTEM_ERRORS as error:
+            self._outpost.end(typed(error))
 
     def _heed(self, record: Record, packet: bytes) -> None:
         if isinstance(record, messages.StartFailed):

@@ -8,6 +8,7 @@ one for each incarnation.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from cs_proto.failures import error_of
 from cs_proto.messages import Joined, MadeProgress, OpenSegment, Ready, Run, Segment, SegmentRefused
 from cs_proto.ranges import merged
 from cs_proto.records import Buffer, Record, replace
+from cs_runtime import open_files
 from cs_runtime.logs import Complaints
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.transport import supervisor_link
@@ -37,11 +39,13 @@ from .mirror import Copy, Mirror
 from .ranges import Catalogue, for_node, joined, outside
 from .sockets import Sockets, Wire
 
-__all__ = ["Put", "StandIn", "Watching", "checked"]
+__all__ = ["SYSTEM_ERRORS", "Put", "StandIn", "Watching", "checked", "typed"]
 
 _log = logging.getLogger("central_storage.gateway")
 _complaints = Complaints(_log)
 
+#: What is raised where the system refuses something, such as another descriptor.
+SYSTEM_ERRORS = (OSError, zmq.ZMQError)
 #: Puts an item of a kind.
 Put = Callable[[bytes, Sequence[Buffer]], None]
 
@@ -51,6 +55,8 @@ _TIMEOUT = 5.0
 _MOST_WAITING, _UNREAD = 64 << 20, 2
 # Messages that are taken from one socket before the others have their turn.
 _AT_ONCE = 100
+# Descriptors that are needed to map a segment: the one that comes, and the one that the mapping keeps.
+_MAPS = 2
 # What a worker says to its server; the holder of a token says more.
 _OF_WORKERS = (
     messages.Register,
@@ -91,6 +97,13 @@ def checked(record: Record, rank: int, incarnation: int) -> Record:
     return record
 
 
+def typed(error: OSError | zmq.ZMQError) -> CentralStorageError:
+    """The error that ends the session of an outpost for which the system has refused something to the gateway."""
+    if error.errno == errno.EMFILE:
+        return open_files.shortage(f"the gateway (pid {os.getpid()})")
+    return LaunchError(f"the gateway cannot go on with this outpost: {error}")
+
+
 class Watching(Protocol):
     """The loop of the gateway."""
 
@@ -124,7 +137,8 @@ class StandIn:
         ``copy`` is what that machine has of the variables, which other workers there share; without it, there are none.
         ``node`` is the address of the worker's machine.
 
-        Raises LaunchError, NoAnswerError or ShutdownError if the supervisor does not know the worker ``assigned``.
+        Raises LaunchError, NoAnswerError or ShutdownError if the supervisor does not know the worker ``assigned``, and
+        OSError if this process has no descriptors left.
         """
         self.rank, self.incarnation, self._node = assigned.rank, assigned.incarnation, node
         self._loop, self._run_directory, self._put, self._failed = loop, run_directory, put, failed
@@ -153,9 +167,6 @@ class StandIn:
             self._wires.append(self._router)
             self._server = self._sockets.dealer(peers.server_endpoint(run_directory), name, unread=_UNREAD)
             self._wires.append(self._server)
-        except OSError as error:
-            self._drop()
-            raise LaunchError(f"worker w{self.rank} of another machine cannot be reached here: {error}") from error
         except BaseException:  # also what ends this process: the supervisor must see the connection end
             self._drop()
             raise
@@ -195,8 +206,8 @@ class StandIn:
     # --- from the worker ----------------------------------------------------------------------------------------------
 
     def pass_on(self, kind: bytes, parts: Sequence[Buffer]) -> None:
-        """Do what an item of the outpost stands for. Raises PeerProtocolError for one that no worker sends, and
-        ShutdownError if the supervisor is gone."""
+        """Do what an item of the outpost stands for. Raises PeerProtocolError for one that no worker sends,
+        ShutdownError if the supervisor is gone, and OSError if this process has no descriptors left."""
         if not parts:
             raise PeerProtocolError(f"an outpost sent an item of kind {kind!r:.20} without parts")
         if kind == items.MEMORY:
@@ -393,6 +404,8 @@ class StandIn:
     def _mapped(self, name: str, stop: int) -> Mapping:
         segment = self._link.segment(name, stop)
         if not isinstance(segment, Mapping):
+            if open_files.free() < _MAPS:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise LaunchError(
                 f"workers on other machines need a service whose memory the gateway can map, and "
                 f"{self._link.carried_because}; start it without --memory frames"
@@ -410,6 +423,8 @@ class StandIn:
                 self._hear_waiting()
             except CentralStorageError as error:
                 self._failed(error)
+            except SYSTEM_ERRORS as error:
+                self._failed(typed(error))
 
         return guarded
 

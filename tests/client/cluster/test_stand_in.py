@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.harness.examples import examples
 from tests.harness.processes import MAILBOXES, start
 from tests.harness.record_strategies import records
+from tests.harness.shortages import no_descriptors
 from tests.harness.timing import unit
 
 from central_storage.cluster import items
@@ -23,7 +25,7 @@ from central_storage.cluster.stand_in import StandIn, checked
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, PACKET_NBYTES, Decoder, decode, encode
 from cs_proto.descriptors import Array, Location
-from cs_proto.errors import CentralStorageError, PeerProtocolError
+from cs_proto.errors import CentralStorageError, DescriptorLimitError, LaunchError, PeerProtocolError
 from cs_proto.peers import server_endpoint, worker_endpoint
 from cs_proto.records import RECORDS, Buffer, Record, altered
 from cs_runtime.transport import supervisor_link
@@ -234,3 +236,21 @@ def test_only_the_script_has_changed_what_a_worker_has_brought(introduced: Intro
     assert brought(items.SERVER, merged) == [(4096, 904), (6000, 1096)]
     run = messages.Run((1,), 0, 0, 7, bytes(16), None, True, array, ())
     assert brought(items.CONTROLLER, run, peer) == [(4096, 3000)]
+
+
+def test_what_the_system_refuses_ends_the_session_with_a_remedy(introduced: Introduced) -> None:
+    gateway, stand_in = introduced.gateway, introduced.stand_in
+    array = Array("uint8", (3000,), Location("arena/0", 4096))  # nobody has mapped it yet
+    merged = messages.Merged((1,), 0, messages.Value(b"\xc0", (array,)))
+    call = stand_in._guarded(lambda: stand_in._pass_down(items.SERVER, Decoder(BULK_LIMITS), encode(merged)))
+    gateway.put.clear()
+    said = r"the gateway \(pid .*larger limit \(ulimit -Hn\)"
+    with no_descriptors(), pytest.raises(DescriptorLimitError, match=said):
+        call()
+    assert gateway.put == []
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(LaunchError, match=r"cannot go on with this outpost: .* No space left"):
+        stand_in._guarded(fail)()
