@@ -77,6 +77,9 @@ class HostStore:
         return answer
 
     def commit(self, command: Commit) -> None:
+        for operation in command.operations:
+            if type(operation) is Write and operation.op == "assign":
+                self._segments.use_huge_pages(operation.target)
         self._arithmetic.commit(command)
 
     def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:

@@ -203,6 +203,33 @@ def test_populate_of_blocks_of_huge_pages_changes_nothing_in_them_or_around(
     os.close(descriptor)
 
 
+def test_huge_pages_are_asked_for_once_and_again_where_memory_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    advise = Mapping._advise
+
+    def noted(self: Mapping, advice: int, first: int, last: int) -> None:
+        if advice == mappings._MADV_COLLAPSE:
+            asked.append((first // HUGE, last // HUGE))
+        advise(self, advice, first, last)
+
+    monkeypatch.setattr(Mapping, "_advise", noted)
+    descriptor = os.memfd_create("segment")
+    os.ftruncate(descriptor, 5 * HUGE)
+    held = Mapping("arena/0", descriptor, 5 * HUGE, writable=True)
+    held.elements("uint8")[-1] = 7
+    held.use_huge_pages(HUGE - 1, 4 * HUGE - 1)
+    held.use_huge_pages(HUGE, 3 * HUGE)
+    held.use_huge_pages(5, HUGE - 5)  # no whole block
+    assert asked == [(1, 3)]
+    held.populate(0, 5 * HUGE)
+    assert asked == [(1, 3), (0, 1), (3, 5)]
+    held.discard(2 * HUGE, 3 * HUGE)
+    held.use_huge_pages(0, 5 * HUGE)
+    assert asked == [(1, 3), (0, 1), (3, 5), (2, 3)]
+    assert not held.elements("uint8")[:-1].any()
+    assert held.elements("uint8")[-1] == 7
+
+
 def test_a_mapping_begins_where_huge_pages_can_be_mapped(file: int) -> None:
     for writable in (True, False):
         assert np.frombuffer(mapping(file, writable=writable).memory, np.uint8).ctypes.data % HUGE == 0

@@ -17,6 +17,7 @@ from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import Located, Variable
 from cs_runtime import machine
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.command_runner import CommandRunner, open_runner
 from cs_server.config import ServerConfig
 from cs_server.engine.store.address_budget import Addresses
@@ -98,6 +99,22 @@ def test_the_count_of_commits_is_odd_within_one(
     assert (seen, counts(segments)) == ([1], [2, 0])
     np.testing.assert_array_equal(segments.elements(SLAB, "float32")[:5], [1, 2, 7, 7, 0])
     assert segments.elements(names.versions(), "uint64")[3] == 1
+
+
+def test_what_is_written_as_a_whole_lies_in_huge_pages(
+    segments: Segments, runner: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Mapping, "use_huge_pages", lambda _, start, stop: asked.append((start, stop)))
+    value, rows = array_of(np.ones((2, 4), np.float32)), array_of(np.array([0, 1]))
+    whole = Write(at(64, 2, 4), "assign", None, (value,), None, (3,))
+    others = [
+        Write(at(64, 2, 4), "assign_add", None, (value,), None, (3,)),
+        Write(at(64, 2, 4), "scatter_update", None, (value,), rows, (3,)),
+    ]
+    assert runner.carry_out(Commit(5, (whole, *others))) == Finished(5)
+    assert asked == [(64, 96)]
+    assert segments.elements(SLAB, "float32")[16:24].tolist() == [1] * 8
 
 
 def test_a_computation_answers_with_its_result_or_its_error(runner: CommandRunner) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from cs_proto.arrays import Array, Location, view_of
 from cs_proto.errors import LocalProtocolError, MemoryPlanError
-from cs_proto.ranges import merged
+from cs_proto.ranges import merged, without
 from cs_proto.sizes import in_units
 from cs_runtime import machine
 
@@ -104,6 +104,8 @@ class Mapping:
         except (OSError, ValueError, OverflowError):
             os.close(descriptor)
             raise
+        # The blocks for which huge pages have been asked, as ranges.
+        self._huge: list[tuple[int, int]] = []
         # The pages that native code cannot write, as ranges.
         self._unwritable = [] if writable or self.copies_on_write else pages_of([(0, nbytes)])
         memory = memoryview(self._map)[self._first : self._first + nbytes]
@@ -213,14 +215,20 @@ class Mapping:
         if stop <= start:
             return
         self.reserve(start, stop)
+        self.use_huge_pages(start, stop)
+        self._touch(start, stop)
+
+    def use_huge_pages(self, start: int, stop: int) -> None:
+        """Let bytes ``start`` to ``stop``, all of which are about to be written, lie in huge pages, if the kernel has
+        any. To ask again costs nothing."""
         # Only blocks that lie wholly in the range: parts of the others may have been given back and must stay so.
-        low, high = start + -start % _HUGE_NBYTES, stop - stop % _HUGE_NBYTES
-        if low < high:
+        whole = (start + -start % _HUGE_NBYTES, stop - stop % _HUGE_NBYTES)
+        for low, high in without(merged([whole]), self._huge):
             # Only memory that already has pages can become huge pages.
             np.frombuffer(self.memory, np.uint8)[low:high:_HUGE_NBYTES] |= 0
             with suppress(OSError):  # the kernel is older, or has no huge page left
                 self._advise(_MADV_COLLAPSE, low, high)
-        self._touch(start, stop)
+        self._huge = merged([*self._huge, whole])
 
     def _touch(self, start: int, stop: int) -> None:
         try:
@@ -328,6 +336,7 @@ class Mapping:
         last = stop - stop % mmap.PAGESIZE
         if last > first:
             self._advise(mmap.MADV_REMOVE, first, last)
+            self._huge = without(self._huge, [(first, last)])
 
     def _advise(self, advice: int, first: int, last: int) -> None:
         self._map.madvise(advice, self._first + first, last - first)

@@ -72,6 +72,12 @@ class Segments:
             return self.get(array.place.segment, array.place.offset + array.nbytes).view(array)
         return frame_view(array)
 
+    def use_huge_pages(self, array: Array) -> None:
+        """The whole of an array is about to be written: see :meth:`Mapping.use_huge_pages`."""
+        if isinstance(array.place, Location):
+            start, stop = array.place.offset, array.place.offset + array.nbytes
+            self.get(array.place.segment, stop).use_huge_pages(start, stop)
+
     def elements(self, name: str, dtype: str) -> np.ndarray:
         """A whole segment, in its current length, as a 1-D array of ``dtype``."""
         key = (name, dtype)
