@@ -22,6 +22,7 @@ import numpy as np
 from central_storage.diagnostics.bars import automatic
 from cs_proto.errors import CheckpointError, CheckpointSaveError
 from cs_proto.sizes import in_units
+from cs_runtime import saving_mark
 from cs_runtime.failpoints import failpoint
 
 from . import disk
@@ -230,15 +231,17 @@ def _nbytes(array: Readable) -> int:
 
 @contextlib.contextmanager
 def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
-    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C."""
-    draft = _Draft(path, arrays, index)
-    try:
-        failpoint("save.draft")
-        with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
-            draft.write_arrays(advance)
-        yield draft
-    finally:
-        draft.close()
+    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C. Meanwhile ``cs-launch`` knows that
+    the script saves."""
+    with saving_mark.setting():
+        draft = _Draft(path, arrays, index)
+        try:
+            failpoint("save.draft")
+            with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
+                draft.write_arrays(advance)
+            yield draft
+        finally:
+            draft.close()
 
 
 def open_draft(path: str) -> tuple[str, int, int]:
