@@ -100,3 +100,8 @@ def test_every_claim_of_the_security_page_names_a_test_that_exists() -> None:
     assert len(claims) > 10
     for path, name in claims:
         assert not name or f"def {name}(" in (ROOT / path).read_text(), (path, name)
+
+
+def test_no_checkpoint_lies_in_the_root() -> None:
+    """Two did once: a relative path had gone into a commit, and so into the sdist."""
+    assert [path.name for path in ROOT.iterdir() if path.name.endswith(".safetensors")] == []

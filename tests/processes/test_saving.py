@@ -308,6 +308,47 @@ def test_the_launcher_waits_for_a_save(tmp_path: Path, grace: str) -> None:
     )
 
 
+SAVES_BY_ITSELF = """
+import signal, sys, time
+
+import central_storage as cs
+from central_storage.checkpoint import disk
+
+
+def slow(file):
+    print("syncing", flush=True)
+    time.sleep(4.0)  # longer than a script without a save gets
+
+
+disk.sync = slow
+strategy = cs.CentralStorageStrategy(["cpu:0"])
+with strategy.scope():
+    w = cs.Variable(0.0)
+manager = cs.train.CheckpointManager(cs.train.Checkpoint(w=w), sys.argv[1], max_to_keep=2)
+if sys.argv[2] == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", manager.save())))
+print("trains", flush=True)
+try:
+    while True:
+        strategy.run(lambda: None)
+except KeyboardInterrupt:
+    print("saved", manager.save())
+"""
+
+
+@pytest.mark.parametrize(("how", "number"), [("handler", signal.SIGTERM), ("interrupt", signal.SIGINT)])
+def test_the_launcher_waits_for_a_save_without_a_thread(tmp_path: Path, how: str, number: signal.Signals) -> None:
+    """Which the script makes in a handler of its own, or after Ctrl-C."""
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES_BY_ITSELF)
+    with start("cs-launch", str(script), str(tmp_path / "there"), how) as child:
+        child.wait_for("trains")
+        child.signal(number)
+        ended = over(child)
+    assert "saved" in ended.out, ended
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["ckpt-1.safetensors"]
+
+
 @pytest.mark.parametrize("trial", [0, *(pytest.param(trial, marks=pytest.mark.slow) for trial in range(1, 20))])
 def test_a_stop_by_docker_saves_and_is_in_time(script: Path, tmp_path: Path, trial: int) -> None:
     """``docker stop`` sends SIGTERM to cs-launch, and SIGKILL 10 seconds later."""

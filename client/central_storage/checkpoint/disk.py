@@ -48,6 +48,7 @@ __all__ = [
     "small_nbytes",
     "sync",
     "sync_directory",
+    "taken_nbytes",
     "write_at",
 ]
 
@@ -235,6 +236,13 @@ def free_nbytes(directory: str) -> int | None:
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
     return None
+
+
+def taken_nbytes(file: int) -> int:
+    """The bytes of the disk that an open file takes; 0 if the system does not say."""
+    with contextlib.suppress(OSError):
+        return os.fstat(file).st_blocks * 512
+    return 0
 
 
 def room(free: int | None) -> str:

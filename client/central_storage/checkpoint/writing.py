@@ -22,6 +22,7 @@ import numpy as np
 from central_storage.diagnostics.bars import automatic
 from cs_proto.errors import CheckpointError, CheckpointSaveError
 from cs_proto.sizes import in_units
+from cs_runtime import saving_mark
 from cs_runtime.failpoints import failpoint
 
 from . import disk
@@ -128,7 +129,7 @@ class _Draft:
                 f"has at most {LONGEST_HEADER} bytes; save the objects in several checkpoints"
             )
         self._nbytes = 8 + self._header_nbytes + self.content_nbytes
-        with self.explained():
+        with explained(path, self.directory, self._nbytes):
             self.name, self._file, self._mode = open_draft(path)
 
     def write_arrays(self, advance: Callable[[int], None]) -> None:
@@ -173,7 +174,7 @@ class _Draft:
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """As :func:`explained`, for this file."""
-        return explained(self._path, self.directory, self._nbytes)
+        return explained(self._path, self.directory, self._nbytes, self._file)
 
     def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
         complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
@@ -189,14 +190,16 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def explained(path: str, directory: str, needed: int) -> Iterator[None]:
+def explained(path: str, directory: str, needed: int, draft: int | None = None) -> Iterator[None]:
     """Raise an OSError of the file system as a CheckpointSaveError with the path, the bytes needed and free, and the
-    remedy."""
+    remedy. What the open file ``draft`` takes counts as free, because it is removed next."""
     try:
         yield
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
         free = disk.free_nbytes(directory)
+        if free is not None and draft is not None:
+            free += disk.taken_nbytes(draft)
         need = f"the checkpoint needs {needed} bytes{in_units(needed)}"
         text = f"{error.strerror}; {need}, {disk.room(free)}; {remedy}"
         raise CheckpointSaveError(error.errno, text, path, needed_nbytes=needed, free_nbytes=free) from error
@@ -228,15 +231,17 @@ def _nbytes(array: Readable) -> int:
 
 @contextlib.contextmanager
 def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
-    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C."""
-    draft = _Draft(path, arrays, index)
-    try:
-        failpoint("save.draft")
-        with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
-            draft.write_arrays(advance)
-        yield draft
-    finally:
-        draft.close()
+    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C. Meanwhile ``cs-launch`` knows that
+    the script saves."""
+    with saving_mark.setting():
+        draft = _Draft(path, arrays, index)
+        try:
+            failpoint("save.draft")
+            with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:
+                draft.write_arrays(advance)
+            yield draft
+        finally:
+            draft.close()
 
 
 def open_draft(path: str) -> tuple[str, int, int]:
