@@ -63,6 +63,21 @@ def test_numbers_follow_from_seed_function_step_and_replica(services: tuple[Stra
     assert len({number for run in expected for share in run for number in share}) == 12
 
 
+def test_a_run_for_which_another_was_foreseen_has_its_own_numbers(services: tuple[Strategy, Strategy]) -> None:
+    def often() -> float:
+        return float(cs.random.generator().random())
+
+    def seldom() -> float:
+        return float(cs.random.generator().random())
+
+    order = [(often, 0), (often, 1), (often, 2), (seldom, 0), (often, 3), (often, 4), (often, 5), (seldom, 1)]
+    for function, number in order:  # a worker foresees that a function comes a third time
+        expected = [
+            [Streams(3, function_name(function), number, replica).generator(None).random()] for replica in range(2)
+        ]
+        assert shares(services[0], function) == expected
+
+
 def test_the_bits_stay() -> None:
     # Changing these changes what users' scripts reproduce.
     words = Streams(7, "m.step", 5, 1).generator(None).bit_generator.random_raw(2).tolist()

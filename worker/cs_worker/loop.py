@@ -190,7 +190,8 @@ class Loop:
             if not self._shop.device.is_host:
                 self._shop.device.begin_run(self._shop.catalogue)
             written.begin_run(run)
-        if _log.isEnabledFor(logging.DEBUG):
+        is_logged = _log.isEnabledFor(logging.DEBUG)
+        if is_logged:
             _log.debug("run %s begins", path_text(run.run))
         try:
             returned = self._call(sender, ready)
@@ -210,7 +211,7 @@ class Loop:
         if restore is not None:
             restore()
         _flush()
-        if _log.isEnabledFor(logging.DEBUG):
+        if is_logged:
             _log.debug("run %s has ended", path_text(run.run))
         return partial(self._send_return, replica, run, value, error)
 

@@ -21,6 +21,7 @@ from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view, rows_of
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError, VariableWrittenError
 from cs_proto.records import Record, replace
+from cs_proto.scatter import write
 from cs_proto.sizes import in_units
 from cs_runtime import machine
 from cs_runtime.shared_memory.mapping import Mapping
@@ -34,7 +35,7 @@ from .written_pages import WrittenPages
 if TYPE_CHECKING:
     from central_storage.strategy.service_strategy import CentralStorageStrategy
 
-__all__ = ["Catalogue"]
+__all__ = ["Catalogue", "overlay"]
 
 _log = logging.getLogger("central_storage.worker")
 
@@ -525,6 +526,20 @@ def _base(view: np.ndarray) -> np.ndarray:
     while isinstance(view.base, np.ndarray):
         view = view.base
     return view
+
+
+def overlay(
+    own: np.ndarray, note: messages.WriteNote, look: Callable[[Array], np.ndarray], named: np.ndarray | None = None
+) -> None:
+    """Do to ``own``, a copy of a variable, what the server will do to the variable: to all of it, or to the rows
+    ``named`` (ascending), which are all that ``own`` has. ``look`` is :meth:`Catalogue.map`."""
+    value, rows = look(note.value), None if note.indices is None else look(note.indices)
+    if named is not None and rows is None:
+        value = value[named]
+    elif named is not None and rows is not None and named.size:
+        places = np.minimum(np.searchsorted(named, rows), len(named) - 1)
+        rows = np.where(named[places] == rows, places, -1)  # others are left out
+    write(own, note.op, value, rows)
 
 
 def _answer_to(request: Record) -> str:

@@ -29,12 +29,12 @@ from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, R
 from cs_proto.failures import error_of
 from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record, replace
-from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_worker.devices.device import place
 from cs_worker.session.core import path_text
 
+from .catalogue import overlay
 from .gradients import GradientBuffers
 from .numerics import Numerics, named
 from .outgoing import FRAMES, Placing, raised_error, row_gradients
@@ -95,10 +95,8 @@ class Replica:
         self.buffers: GradientBuffers = GradientBuffers(
             shop.catalogue, shop.device, None if outer is None else outer.buffers
         )
-        self._numerics: Numerics | None = None
-        self._named: dict[str, Any] = {}
-        if run.check_numerics != "off":
-            self._numerics, self._named = Numerics(shop, run), named(shop, run)
+        self._numerics = None if run.check_numerics == "off" else Numerics(shop, run)
+        self._named: dict[str, Any] = {} if run.check_numerics == "off" else named(shop, run)
         # The variables that this replica has written since the last commit that it knows of.
         self._written: frozenset[int] = frozenset()
         self._stepped: set[int] = set()
@@ -185,7 +183,7 @@ class Replica:
             named, places = np.unique(rows, return_inverse=True)
             own = self._shop.catalogue.rows(number, named)
             for note in notes:
-                self._overlay(own, note, named)
+                overlay(own, note, self._shop.catalogue.map, named)
             value = own[places.reshape(rows.shape)]
         brought: np.ndarray = self._shop.device.bring(value)
         return brought
@@ -370,7 +368,7 @@ class Replica:
         if number in self._overlaid:
             if was_shown:  # that array keeps its bits
                 self._overlaid[number] = np.array(self._overlaid[number])
-            self._overlay(self._overlaid[number], note)
+            overlay(self._overlaid[number], note, self._shop.catalogue.map)
 
     @_whole
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
@@ -537,25 +535,13 @@ class Replica:
         if number not in self._overlaid:
             self._overlaid[number] = own = aligned_copy(self._shop.catalogue.view(number))
             for note in notes:
-                self._overlay(own, note)
+                overlay(own, note, self._shop.catalogue.map)
         shown = self._overlaid[number].view()
         shown.flags.writeable = False
         return shown
 
     def _unseen_of(self, number: int) -> list[WriteNote]:
         return [note for note in self._unseen if note.variable == number]
-
-    def _overlay(self, own: np.ndarray, note: WriteNote, named: np.ndarray | None = None) -> None:
-        """Do to ``own`` what the server will do to the variable: to all of it, or to the rows ``named`` (ascending),
-        which are all that ``own`` has."""
-        look = self._shop.catalogue.map
-        value, rows = look(note.value), None if note.indices is None else look(note.indices)
-        if named is not None and rows is None:
-            value = value[named]
-        elif named is not None and rows is not None and named.size:
-            places = np.minimum(np.searchsorted(named, rows), len(named) - 1)
-            rows = np.where(named[places] == rows, places, -1)  # others are left out
-        write(own, note.op, value, rows)
 
     def _forget_overlays(self, k: int) -> None:
         """Write notes before merge point ``k`` may be in a commit by now: what reads their variables has it made."""

@@ -82,7 +82,7 @@ class WrittenPages:
         self._lifeline = lifeline
         self._replica = replica
         self._name = name
-        # By mapping, as long as that lives. WeakKeyDictionary takes nine calls to say that it is empty.
+        # By mapping, as long as that lives. To go through a WeakKeyDictionary takes eight calls more, in every run.
         self._shown: dict[ref[Mapping], _Shown] = {}
         self._protected: set[int] = set()
         self._pagemap: Pagemap | None = None
@@ -165,12 +165,19 @@ class WrittenPages:
     @property
     def are_small(self) -> bool:
         """Whether all variables that were read are so small that looking at them costs next to nothing."""
-        return sum([each.nbytes for each in list(self._shown.values())]) <= _SMALL_NBYTES
+        nbytes = 0
+        for shown in list(self._shown.values()):
+            nbytes += shown.nbytes
+        return nbytes <= _SMALL_NBYTES
 
     def _living(self) -> list[tuple[Mapping, _Shown]]:
         """What was shown in each mapping. A mapping may go at any moment, but not while the list holds it."""
-        each = [(key(), shown) for key, shown in list(self._shown.items())]
-        return [(mapping, shown) for mapping, shown in each if mapping is not None]
+        living = []
+        for key, shown in list(self._shown.items()):
+            mapping = key()
+            if mapping is not None:
+                living.append((mapping, shown))
+        return living
 
     def refuse(self) -> None:
         """Raise VariableWrittenError if variables were found written in this run."""
@@ -189,7 +196,7 @@ class WrittenPages:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
         if not self._shown or self._runs >= _RUNS_BETWEEN or self.are_small:
-            for mapping, shown in self._living() if self._shown else ():
+            for mapping, shown in self._living():
                 self._look(mapping, shown)
             since, self._since, self._runs = self._since, None, 0
         else:

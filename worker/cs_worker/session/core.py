@@ -375,7 +375,10 @@ class SessionCore:
 
     def _hear_server(self, record: Record) -> list[Output]:
         if isinstance(record, messages.StepFinished) and self._step is not None and record.run == self._step[1].run:
-            return self._finish_step(*self._step, failed=record.failed)
+            finished, self._step, self.quiet_peer = self._step, None, None
+            self._said.clear()
+            self._returns.taken()
+            return self._fail_series(*finished) if record.failed else []
         if isinstance(record, messages.Registered | messages.WorkerRestarted):
             return [NoteWorkers(record)]
         if isinstance(record, messages.Refused) and record.error.exception == _FENCED:
@@ -385,12 +388,8 @@ class SessionCore:
         self._unclaimed.append(record)
         return []
 
-    def _finish_step(self, controller: bytes, step: Run, *, failed: bool) -> list[Output]:
-        self._step = self.quiet_peer = None
-        self._said.clear()
-        self._returns.taken()
-        if not failed:
-            return []
+    def _fail_series(self, controller: bytes, step: Run) -> list[Output]:
+        """No later step begins of the series of ``step``, which has failed."""
         self._failed = (controller, step.series)
         dropped = self._drop_work(
             lambda sender, work: isinstance(work, Run) and (sender, work.series) == self._failed,
