@@ -38,7 +38,7 @@ from cs_proto.errors import InvalidArgumentError, LocalProtocolError, PeerProtoc
 from cs_proto.messages import Value
 from cs_proto.records import Frame, shown
 
-__all__ = ["Place", "Resolve", "Tag", "View", "origin_of", "read_body", "write_body"]
+__all__ = ["Place", "Resolve", "Tag", "View", "from_value", "origin_of", "write_body"]
 
 Place = Callable[[np.ndarray], Array]
 View = Callable[[Array], np.ndarray]
@@ -105,8 +105,13 @@ def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[
     return Value(body, tuple(writer.arrays))
 
 
-def read_body(value: Value, view: View, resolve: Resolve) -> Any:
-    """The object that :func:`write_body` has written."""
+def from_value(value: Value, view: View, resolve: Resolve) -> Any:
+    """The object that ``value`` describes. ``view`` returns the larger arrays, ``resolve`` the objects of handles;
+    small arrays are copies. A defaultdict has lost its factory.
+
+    Raises :class:`PeerProtocolError` for anything that :func:`write_body` does not make, :class:`ResultError` for a
+    named tuple whose class this process does not have, and the errors of ``view`` and ``resolve``.
+    """
     wire = _unpack(value.body)
     if type(wire) in _NUMBERS:
         return wire

@@ -33,7 +33,7 @@ from cs_proto.messages import Error, Value
 from cs_proto.printable import printable
 from cs_proto.records import replace
 
-from .body_codec import Place, Resolve, View, read_body, write_body
+from .body_codec import Place, Resolve, View, from_value, write_body
 
 __all__ = ["from_value", "to_error", "to_exception", "to_value"]
 
@@ -48,16 +48,6 @@ def to_value(
     itself, or is nested more than 64 deep; and the errors of ``place``.
     """
     return write_body(obj, place, name, shared or {})
-
-
-def from_value(value: Value, view: View, resolve: Resolve) -> Any:
-    """The object that ``value`` describes. ``view`` returns the larger arrays, ``resolve`` the objects of handles;
-    small arrays are copies. A defaultdict has lost its factory.
-
-    Raises :class:`PeerProtocolError` for anything that :func:`to_value` does not make, :class:`ResultError` for a named
-    tuple whose class this process does not have, and the errors of ``view`` and ``resolve``.
-    """
-    return read_body(value, view, resolve)
 
 
 def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -> Error:
