@@ -89,11 +89,15 @@ _COUNTED_NBYTES = 64 * 1024
 
 def pack(value: object) -> bytes:
     """Pack a value made of None, numbers, text, bytes, lists, tuples and dicts with msgpack."""
-    global _packer
     packed: bytes = _packer.pack(value)
     if len(packed) > _KEPT_NBYTES:
-        _packer = msgpack.Packer()
+        _make_packer()
     return packed
+
+
+def _make_packer() -> None:
+    global _packer
+    _packer = msgpack.Packer()
 
 
 def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
@@ -122,13 +126,15 @@ def _parts(
     """The parts of the message. ``wire_of`` returns the value of the header for ``arguments``. The first of these is
     the list of frames, which it fills. Raises LocalProtocolError as :func:`encode` does."""
     try:
-        header = pack(wire_of(*arguments))
+        header: bytes = _packer.pack(wire_of(*arguments))  # as pack() does
     except UnicodeEncodeError as error:
         raise LocalProtocolError(
             f"a {kind.__name__} cannot be sent: it has text that is not Unicode: {error}"
         ) from error
     except TypeError as error:
         raise LocalProtocolError(f"a {kind.__name__} cannot be sent: {error}") from error
+    if len(header) > _KEPT_NBYTES:
+        _make_packer()
     if len(header) > limits.header_nbytes:
         at_most = limits.header_nbytes
         raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {at_most}")

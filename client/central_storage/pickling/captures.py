@@ -94,7 +94,8 @@ class _Name:
             self._handle = weakref.ref(_MISSING if handle is None else handle)
 
     def holds(self) -> bool:
-        value = _value_of(self._home, self._name)
+        home = self._home
+        value = home.get(self._name, _MISSING) if isinstance(home, dict) else _value_of(home, self._name)
         if self._value is not None:
             return value is not None and value is self._value()  # which is None if the object is gone
         if id(value) != self._id:
