@@ -38,7 +38,7 @@ from cs_proto.errors import InvalidArgumentError, LocalProtocolError, PeerProtoc
 from cs_proto.messages import Value
 from cs_proto.records import Frame, shown
 
-__all__ = ["Place", "Resolve", "Tag", "View", "from_value", "origin_of", "write_body"]
+__all__ = ["Place", "Resolve", "Tag", "View", "from_value", "origin_of", "to_value"]
 
 Place = Callable[[np.ndarray], Array]
 View = Callable[[Array], np.ndarray]
@@ -87,13 +87,21 @@ _SCALARS = {np.dtype(name).type: name for name in ("float32", "float64", "int32"
 _INT = re.compile(r"-?0x[0-9a-f]+")
 
 
-def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[int, int]]) -> Value:
-    """``obj`` as a record. Errors call it ``name``; ``shared`` has the keys of its Shared parts by ``id()``."""
+def to_value(
+    obj: object, place: Place, name: str = "result", shared: Mapping[int, tuple[int, int]] | None = None
+) -> Value:
+    """``obj`` as data. ``place`` decides where a larger array goes; errors call ``obj`` by ``name``. Parts whose
+    ``id()`` is in ``shared`` arrive as ``values.Shared`` with the key found there.
+
+    Raises :class:`ResultError` (a TypeError) that names a part which does not belong to the vocabulary, contains
+    itself, or is nested more than 64 deep; and the errors of ``place``.
+    """
+    shared = shared or {}
     if id(obj) not in shared:  # most results are a loss or None
         if type(obj) in _NUMBERS:
-            return Value(_packed(obj), ())
+            return Value(_packer.pack(obj), ())
         if (scalar := _SCALARS.get(type(obj))) is not None:
-            return Value(_packed([_SMALL_ARRAY, scalar, [], obj.tobytes()]), ())  # type: ignore[attr-defined]
+            return Value(_packer.pack([_SMALL_ARRAY, scalar, [], obj.tobytes()]), ())  # type: ignore[attr-defined]
     writer = _Writer(place, shared)
     try:
         body = _packed(writer.write(obj, 0))
@@ -109,8 +117,8 @@ def from_value(value: Value, view: View, resolve: Resolve) -> Any:
     """The object that ``value`` describes. ``view`` returns the larger arrays, ``resolve`` the objects of handles;
     small arrays are copies. A defaultdict has lost its factory.
 
-    Raises :class:`PeerProtocolError` for anything that :func:`write_body` does not make, :class:`ResultError` for a
-    named tuple whose class this process does not have, and the errors of ``view`` and ``resolve``.
+    Raises :class:`PeerProtocolError` for anything that :func:`to_value` does not make, :class:`ResultError` for a named
+    tuple whose class this process does not have, and the errors of ``view`` and ``resolve``.
     """
     wire = _unpack(value.body)
     if type(wire) in _NUMBERS:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 from central_storage.diagnostics.tracebacks import shorten
@@ -29,25 +28,13 @@ from cs_proto.errors import (
     replica_exception_class,
 )
 from cs_proto.failures import error_of, text_of
-from cs_proto.messages import Error, Value
+from cs_proto.messages import Error
 from cs_proto.printable import printable
 from cs_proto.records import replace
 
-from .body_codec import Place, Resolve, View, from_value, write_body
+from .body_codec import Place, Resolve, View, from_value, to_value
 
 __all__ = ["from_value", "to_error", "to_exception", "to_value"]
-
-
-def to_value(
-    obj: object, place: Place, name: str = "result", shared: Mapping[int, tuple[int, int]] | None = None
-) -> Value:
-    """``obj`` as data. ``place`` decides where a larger array goes; errors call ``obj`` by ``name``. Parts whose
-    ``id()`` is in ``shared`` arrive as ``values.Shared`` with the key found there.
-
-    Raises :class:`ResultError` (a TypeError) that names a part which does not belong to the vocabulary, contains
-    itself, or is nested more than 64 deep; and the errors of ``place``.
-    """
-    return write_body(obj, place, name, shared or {})
 
 
 def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -> Error:
@@ -101,7 +88,7 @@ def _without_last(remote: str, exc: BaseException) -> str:
 
 def _is_data(obj: object) -> bool:
     try:
-        write_body(obj, array_of, "argument", {})
+        to_value(obj, array_of, "argument")
     except ResultError:
         return False
     return True
