@@ -63,7 +63,7 @@ class Runs:
         session, core = self._session, self._session.core
         core.refuse_lost()
         session.moment("begun", core.run + 1)
-        data, hashed, holds, name = self._pickle(function)
+        data, hashed, holds = self._pickle(function)
         frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
         adopt = partial(self._adopt_into, holds) if frozen else self.adopt
@@ -75,8 +75,8 @@ class Runs:
         session.moment("pickled", core.run + 1)
         if commands := core.prepare(sys.path, os.getcwd()):
             session.carry_out(commands)
-        beginning = core.next_run(series, name, hashed, frozen)
-        run, _, step, first, lookahead, part, parts, lacks, *_ = beginning
+        beginning = core.next_run(series, function_name(function), hashed, frozen)
+        run, name, step, first, lookahead, part, parts, lacks, *_ = beginning
         session.arena.reset(part, parts)
         share = session.arena.share
         new = tuple([OptimizerChange(number, tuple(given.items())) for number, given in changes]) if changes else ()
@@ -133,21 +133,21 @@ class Runs:
         for pickles in list(self._pickles.values()):
             drop_stale(pickles, self)
 
-    def _freeze(self, function: Function) -> Pickled:
-        self._pickles[id(function.pickles)] = function.pickles
-        data, hashed, holds, _ = self._pickle(function.python_function)
-        self._frozen[hashed] += 1
-        holds.add(Hold(self._forget, "function", hashed))
-        return Pickled(data, hashed, holds, function_name(function))
+    def _freeze(self, pickles: Pickles, function: Callable[..., Any]) -> Pickled:
+        self._pickles[id(pickles)] = pickles
+        made = self._pickle(function)
+        self._frozen[made.digest] += 1
+        made.holds.add(Hold(self._forget, "function", made.digest))
+        return made
 
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
-            return function.pickle_for(self, self._freeze)
+            return function.pickle_for(self, partial(self._freeze, function.pickles))
         holds: set[Hold] = set()
         data = dump_function(function, partial(self._adopt_into, holds))
         if len(data) > _LARGE_NBYTES:
             self._warn_of_captures(function, len(data))
-        return Pickled(data, digest(data), holds, function_name(function))
+        return Pickled(data, digest(data), holds)
 
     def _warn_of_captures(self, function: Callable[..., Any], nbytes: int) -> None:
         """Warn, once for each function, that what it captures is sent at every run."""

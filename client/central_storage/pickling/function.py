@@ -16,13 +16,12 @@ __all__ = ["Function", "Pickled", "Pickles", "drop_stale", "function"]
 
 
 class Pickled(NamedTuple):
-    """A pickled function, its digest, what keeps the variables and optimizers in it, for as long as the function is
-    sent, and the name under which its runs are counted."""
+    """A pickled function, its digest, and what keeps the variables and optimizers in it, for as long as the function is
+    sent."""
 
     data: bytes
     digest: bytes
     holds: set[Hold]
-    name: str
 
 
 #: By service, what was sent of a function, and by which names it captured what is in there.
@@ -102,12 +101,12 @@ class Function:
         """What was sent of it."""
         return self._pickles
 
-    def pickle_for(self, owner: object, dump: Callable[[Function], Pickled]) -> Pickled:
+    def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
         """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, while its
         :class:`Captures` hold."""
         pickled, captures = self._pickles.get(owner, (None, None))
         if pickled is None or captures is None or not captures.hold():
-            pickled = dump(self)
+            pickled = dump(self.python_function)
             self._pickles[owner] = pickled, Captures(self.python_function)
         return pickled
 
