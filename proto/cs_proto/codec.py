@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgpack
@@ -90,11 +89,15 @@ _COUNTED_NBYTES = 64 * 1024
 
 def pack(value: object) -> bytes:
     """Pack a value made of None, numbers, text, bytes, lists, tuples and dicts with msgpack."""
-    global _packer
     packed: bytes = _packer.pack(value)
     if len(packed) > _KEPT_NBYTES:
-        _packer = msgpack.Packer()
+        _make_packer()
     return packed
+
+
+def _make_packer() -> None:
+    global _packer
+    _packer = msgpack.Packer()
 
 
 def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
@@ -106,7 +109,7 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     frames: list[Buffer] = []
     if not isinstance(record, Record):
         raise LocalProtocolError(f"{shown(record)} is not a record")
-    return _parts(type(record), partial(record.to_wire, frames), frames, limits)
+    return _parts(type(record), record.to_wire, (frames,), limits)
 
 
 def encode_values(kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
@@ -114,13 +117,28 @@ def encode_values(kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
 
     For senders that send such a record in every step and know that its values are valid.
     """
-    frames: list[Buffer] = []
-    return _parts(kind, partial(kind.wire_of, frames, *values), frames, LIMITS)
+    return _parts(kind, kind.wire_of, ([], *values), LIMITS)
 
 
-def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer], limits: Limits) -> list[Buffer]:
-    """The parts of the message. ``wire`` fills ``frames``. Raises LocalProtocolError as :func:`encode` does."""
-    header = _header(kind, wire, limits)
+def _parts(
+    kind: type[Record], wire_of: Callable[..., object], arguments: tuple[Any, ...], limits: Limits
+) -> list[Buffer]:
+    """The parts of the message. ``wire_of`` returns the value of the header for ``arguments``. The first of these is
+    the list of frames, which it fills. Raises LocalProtocolError as :func:`encode` does."""
+    try:
+        header: bytes = _packer.pack(wire_of(*arguments))  # as pack() does
+    except UnicodeEncodeError as error:
+        raise LocalProtocolError(
+            f"a {kind.__name__} cannot be sent: it has text that is not Unicode: {error}"
+        ) from error
+    except TypeError as error:
+        raise LocalProtocolError(f"a {kind.__name__} cannot be sent: {error}") from error
+    if len(header) > _KEPT_NBYTES:
+        _make_packer()
+    if len(header) > limits.header_nbytes:
+        at_most = limits.header_nbytes
+        raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {at_most}")
+    frames: list[Buffer] = arguments[0]
     if frames and (fault := _fault(len(header), frames, limits)):
         raise LocalProtocolError(
             f"a {kind.__name__} cannot be sent: {fault}; send less at a time, or use shared memory"
@@ -139,21 +157,6 @@ def _fault(header_nbytes: int, frames: Sequence[Buffer], limits: Limits) -> str:
             return f"frame {number} has {frame_nbytes} bytes; at most {limits.frame_nbytes}"
         nbytes += frame_nbytes
     return f"a message of {nbytes} bytes; at most {limits.message_nbytes}" if nbytes > limits.message_nbytes else ""
-
-
-def _header(kind: type[Record], wire: Callable[[], object], limits: Limits) -> bytes:
-    try:
-        header = pack(wire())
-    except UnicodeEncodeError as error:
-        raise LocalProtocolError(
-            f"a {kind.__name__} cannot be sent: it has text that is not Unicode: {error}"
-        ) from error
-    except TypeError as error:
-        raise LocalProtocolError(f"a {kind.__name__} cannot be sent: {error}") from error
-    if len(header) > limits.header_nbytes:
-        at_most = limits.header_nbytes
-        raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {at_most}")
-    return header
 
 
 def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:

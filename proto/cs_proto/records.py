@@ -243,15 +243,15 @@ def _compile(cls: type[Record]) -> None:
         if cls.is_checked and _is_unbounded(hints[name]):
             raise TypeError(f"{cls.__name__}.{name}: a number declares its range, as in Annotated[int, Range(0, 3)]")
         known |= {f"t_{name}": kind, f"c_{name}": kind.classes, f"h_{name}": kind.holds}
-        known |= {f"w_{name}": kind.write, f"r_{name}": kind.read}
+        known |= {f"w_{name}": kind.write, f"r_{name}": kind.read, f"p_{name}": kind.plain}
         has_default = hasattr(cls, name)
         if has_default:
             known[f"d_{name}"] = getattr(cls, name)
         parameters.append(f"{name}=d_{name}" if has_default else name)
         checks.append(f" if not ({kind.test(name)}): _wrong(_cls, {name!r}, t_{name}, {name})")
         stores.append(f" _values[{name!r}] = {name}")
-        written.append(kind.written(f"self.{name}", f"w_{name}"))
-        read.append(kind.reading(f"wire[{number + 1}]", f"r_{name}"))
+        written.append(kind.written(f"self.{name}", f"w_{name}", f"p_{name}"))
+        read.append(kind.reading(f"wire[{number + 1}]", f"r_{name}", f"p_{name}"))
     last = [" self.check()"] if cls.is_checked and cls.check is not Record.check else []
     lines = [f"def __init__(self, {', '.join(parameters)}):", *(checks if cls.is_checked else ())]
     lines += [" _values = self.__dict__", *stores, *last]  # not self.x, which a frozen class refuses
@@ -277,8 +277,9 @@ def _compile_values(cls: type[Record]) -> None:
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = {name: _type_of(hints[name]) for name in fields_of(cls)}
     known: dict[str, Any] = {f"_w_{name}": kind.write for name, kind in kinds.items()}
+    known |= {f"_p_{name}": kind.plain for name, kind in kinds.items()}
     parameters = [f"_{name}" for name in kinds]
-    written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}") for name, kind in kinds.items())]
+    written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}", f"_p_{name}") for name, kind in kinds.items())]
     lines = [f"def wire_of({', '.join(['frames', *parameters])}):", f" return ({', '.join(written)},)"]
     given, returned = ", ".join(["*", *kinds] if kinds else []), "".join(f"{name}, " for name in kinds)
     lines += [f"def values_of({given}):", f" return ({returned})"]
@@ -346,7 +347,8 @@ class _Type:
     A value has this type if its class is one of ``classes`` or if ``holds(value)`` is true. ``read`` converts a value
     that msgpack has read, where the two differ, and returns a value of the wrong type unchanged. ``write`` converts
     a value into one that msgpack can write, where the two differ. ``number`` and ``range`` are the class and the range
-    of a number; with ``is_many`` they are those of the members of the tuple.
+    of a number; with ``is_many`` they are those of the members of the tuple. Values of the classes in ``plain`` are
+    written and read as they are, although others are not. ``record`` is the only class of the values, if that is one.
     """
 
     title: str
@@ -355,8 +357,12 @@ class _Type:
     read: Callable[[Any, Frames], object] | None = None
     write: Callable[[Any, list[Buffer]], object] | None = None
     is_many: bool = False
+    #: With ``is_many``: as ``write``, for a member.
+    write_one: Callable[[Any, list[Buffer]], object] | None = None
     number: Any = None
     range: Range | None = None
+    plain: frozenset[type] = frozenset()
+    record: type[Record] | None = None
 
     def test(self, name: str) -> str:
         """An expression that tells whether the field ``name`` has this type."""
@@ -378,19 +384,31 @@ class _Type:
         assert self.range is not None
         return f"type({value}) is {self.number.__name__} and {self.range.least!r} <= {value} <= {self.range.most!r}"
 
-    def reading(self, wire: str, read: str) -> str:
-        """An expression for the value read from ``wire``; ``read`` is the name of the reading function."""
+    def reading(self, wire: str, read: str, plain: str) -> str:
+        """An expression for the value read from ``wire``; ``read`` is the name of the reading function, ``plain`` that
+        of the plain classes."""
         if self.read is None:
             return wire
+        if self.is_many and self.number is int:
+            return f"(tuple({wire}) if type({wire}) is list else {wire})"
         if self.is_many:
             return f"(_nothing if {wire} == [] else {read}({wire}, frames))"
-        return f"{read}({wire}, frames)"
+        others = f"{read}({wire}, frames)"
+        return f"({wire} if type({wire}) in {plain} else {others})" if self.plain else others
 
-    def written(self, value: str, write: str) -> str:
-        """An expression for the value to write for ``value``; ``write`` is the name of the writing function."""
+    def written(self, value: str, write: str, plain: str) -> str:
+        """An expression for the value to write for ``value``; ``write`` is the name of the writing function, ``plain``
+        that of the plain classes."""
         if self.write is None:
             return value
-        return f"{write}({value}, frames) if {value} else ()" if self.is_many else f"{write}({value}, frames)"
+        if self.write is _write_part:  # the usual ones are written in line
+            return f"(None if {value} is None else {value}.to_wire(frames))"
+        if self.write_one is _write_part:
+            return f"([None if one is None else one.to_wire(frames) for one in {value}] if {value} else ())"
+        if self.is_many:
+            return f"({write}({value}, frames) if {value} else ())"
+        others = f"{write}({value}, frames)"
+        return f"({value} if type({value}) in {plain} else {others})" if self.plain else others
 
 
 def _never(_value: object) -> bool:
@@ -450,7 +468,7 @@ def _type_of(hint: Any) -> _Type:
     if origin in (Union, types.UnionType):
         return _union_type(arguments)
     if isinstance(hint, type) and issubclass(hint, Record):
-        return _Type(hint.__name__, frozenset({hint}), _never, _record_reader((hint,)), _write_part)
+        return _Type(hint.__name__, frozenset({hint}), _never, _record_reader((hint,)), _write_part, record=hint)
     raise TypeError(f"a record field cannot be {hint!r}")
 
 
@@ -488,7 +506,7 @@ def _tuple_type(arguments: tuple[Any, ...]) -> _Type:
 
 
 def _many_type(item: _Type) -> _Type:
-    classes, item_holds, item_read, item_write = item.classes, item.holds, item.read, item.write
+    classes, item_holds, item_read, item_write, only = item.classes, item.holds, item.read, item.write, item.record
 
     def holds(value: object) -> bool:
         if type(value) is not tuple:
@@ -502,6 +520,17 @@ def _many_type(item: _Type) -> _Type:
         if type(wire) is not list:
             return wire
         return tuple(wire) if item_read is None else tuple([item_read(member, frames) for member in wire])
+
+    def read_records(wire: object, frames: Frames) -> object:
+        if type(wire) is not list:
+            return wire
+        assert only is not None
+        assert item_read is not None
+        members = []
+        for member in wire:  # those that are right as _record_reader reads them
+            is_right = type(member) is list and member and member[0] == only.code and type(member[0]) is int
+            members.append(only._from_wire(member, frames) if is_right else item_read(member, frames))  # noqa: SLF001
+        return tuple(members)
 
     def write(value: tuple[Any, ...], frames: list[Buffer]) -> object:
         assert item_write is not None
@@ -519,7 +548,8 @@ def _many_type(item: _Type) -> _Type:
     if allowed is not None:
         holds, least, most = holds_numbers, allowed.least, allowed.most
     title, writes = f"a tuple of {item.title}", item_write is not None
-    return _Type(title, frozenset(), holds, read, write if writes else None, True, number, allowed)
+    reader = read if only is None else read_records
+    return _Type(title, frozenset(), holds, reader, write if writes else None, True, item_write, number, allowed)
 
 
 def _union_type(arguments: tuple[Any, ...]) -> _Type:
@@ -556,7 +586,7 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
     if writes and not others:
         write = _write_part
     title = " or ".join(member.title for member in members)
-    return _Type(title, classes, holds, read, write if writes else None)
+    return _Type(title, classes, holds, read, write if writes else None, plain=plain)
 
 
 def _is_of(kind: _Type, value: object) -> bool:

@@ -564,7 +564,8 @@ class ServiceLink:
 
     def _begin(self, series: Series | None = None) -> None:
         """What an operation begins with, once it has the lock."""
-        self._session.require_service()
+        if self._session.ended is not None:
+            self._session.require_service()
         if self._core.left_off is not None and (question := self._core.finish_write(time.monotonic())) is not None:
             self._finish_write(question)
         before = self._core.unsettled(series)

@@ -133,7 +133,8 @@ class Runs:
         for pickles in list(self._pickles.values()):
             drop_stale(pickles, self)
 
-    def _freeze(self, function: Callable[..., Any]) -> Pickled:
+    def _freeze(self, pickles: Pickles, function: Callable[..., Any]) -> Pickled:
+        self._pickles[id(pickles)] = pickles
         made = self._pickle(function)
         self._frozen[made.digest] += 1
         made.holds.add(Hold(self._forget, "function", made.digest))
@@ -141,10 +142,7 @@ class Runs:
 
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
-            pickles = function.pickles
-            if id(pickles) not in self._pickles:
-                self._pickles[id(pickles)] = pickles
-            return function.pickle_for(self, self._freeze)
+            return function.pickle_for(self, partial(self._freeze, function.pickles))
         holds: set[Hold] = set()
         data = dump_function(function, partial(self._adopt_into, holds))
         if len(data) > _LARGE_NBYTES:

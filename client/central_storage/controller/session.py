@@ -325,10 +325,10 @@ class Session:
 
     def send_run(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> None:
         """Send each worker its Run, and then wake them, as in :meth:`carry_out`."""
-        run = self.core.run
+        run, send = self.core.run, self._post if log.isEnabledFor(logging.DEBUG) else self._channel.send
         try:
             for peer, parts in encoded:
-                self._post(peer, parts)
+                send(peer, parts)
                 self.moment("sent", run)
         finally:
             self._channel.mailboxes.ring()

@@ -91,7 +91,7 @@ class Settling(Wait):
 
     def __init__(self, series: Series, left: int, reports: bool, now: float, pace: Pace) -> None:
         """``reports``: the server is told of a wait that lasts."""
-        super().__init__(pace)
+        self.pace = pace
         self._reports = reports
         self.restart(now)
         self.series = series

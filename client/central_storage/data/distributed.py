@@ -260,8 +260,7 @@ class DistributedDataset(_Distributed):
         (reading,) = readings = self._readings(states)
         try:
             for element in reading:
-                states = self._states(readings) if self.has_states else None
-                yield split(element, self._n, carry.leaf), True, states
+                yield split(element, self._n, carry.leaf), True, self._states(readings) if self.has_states else None
         finally:
             reading.close()
 
@@ -530,7 +529,7 @@ class DistributedIterator(Closed):
             if self._ahead and self._is_there and is_small(found[0]):
                 self._ahead = 0  # a copy takes less time than to wake a thread
                 if self._carry is not None:
-                    self._carry.copy = _copy
+                    self._carry.copy = partial(np.array, order="K")  # np.copy, without its Python code
             elif self._ahead:
                 self._carrier().expect(self._ahead)
         return found
@@ -562,10 +561,6 @@ class DistributedIterator(Closed):
                 rounds.close()
             raise
         self._skip = 0
-
-
-#: As np.copy, which is Python code.
-_copy = partial(np.array, order="K")
 
 
 def _nobody() -> None:

@@ -10,6 +10,7 @@ import builtins
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -37,6 +38,8 @@ class Captures:
     functions that it calls are searched, too, and so are the names that it reads of the user's modules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        # What a global variable refers to, if that can be referred to weakly, as most can; and the others.
+        self._globals: list[tuple[dict[str, Any], str, weakref.ref[Any]]] = []
         self._names: list[_Name] = []
         seen, left = set[int](), [function]
         while left:
@@ -50,17 +53,31 @@ class Captures:
             seen.add(id(plain))
             for home, name, value in _read_by(plain):
                 if value is _MISSING:
-                    self._names.append(_Name(home, name, value, None))
+                    self._keep(home, name, value, None)
                 elif not _is_code(value):
                     if (handle := _handle_in(value)) is not None:
-                        self._names.append(_Name(home, name, value, handle))
+                        self._keep(home, name, value, handle)
                 elif is_users(getattr(value, "__module__", None) or ""):
                     left.append(value)
-                    self._names.append(_Name(home, name, value, None))
+                    self._keep(home, name, value, None)
+
+    def _keep(self, home: dict[str, Any] | CellType, name: str, value: Any, handle: object) -> None:
+        if isinstance(home, dict) and value is not _MISSING:
+            with suppress(TypeError):  # a list, tuple or dict
+                self._globals.append((home, name, weakref.ref(value)))
+                return
+        self._names.append(_Name(home, name, value, handle))
 
     def hold(self) -> bool:
         """Whether every name still refers to the same object."""
-        return all(each.holds() for each in self._names)
+        for home, name, known in self._globals:
+            value = home.get(name)
+            if value is None or value is not known():  # which is None if the object is gone
+                return False
+        for each in self._names:  # noqa: SIM110  (a generator costs more than the few names, at every step)
+            if not each.holds():
+                return False
+        return True
 
 
 class _Name:
@@ -77,7 +94,8 @@ class _Name:
             self._handle = weakref.ref(_MISSING if handle is None else handle)
 
     def holds(self) -> bool:
-        value = _value_of(self._home, self._name)
+        home = self._home
+        value = home.get(self._name, _MISSING) if isinstance(home, dict) else _value_of(home, self._name)
         if self._value is not None:
             return value is not None and value is self._value()  # which is None if the object is gone
         if id(value) != self._id:

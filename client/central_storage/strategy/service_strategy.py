@@ -204,20 +204,19 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
-        if not self._has_run:
-            self._begin_run()
+        self._begin_run()
         self.evaluate_schedules()
         return self._backend.run(function, arguments)
 
     def series(self, lookahead: int) -> Series:
         """What carries out steps that are sent ahead."""
-        if not self._has_run:
-            self._begin_run()
+        self._begin_run()
         return self._backend.series(lookahead)
 
     def _begin_run(self) -> None:
-        self._has_run = True
-        running.name_earlier(self)
+        if not self._has_run:
+            self._has_run = True
+            running.name_earlier(self)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
