@@ -355,6 +355,8 @@ class _Type:
     read: Callable[[Any, Frames], object] | None = None
     write: Callable[[Any, list[Buffer]], object] | None = None
     is_many: bool = False
+    #: With ``is_many``: as ``write``, for a member.
+    write_one: Callable[[Any, list[Buffer]], object] | None = None
     number: Any = None
     range: Range | None = None
 
@@ -390,6 +392,10 @@ class _Type:
         """An expression for the value to write for ``value``; ``write`` is the name of the writing function."""
         if self.write is None:
             return value
+        if self.write is _write_part:  # the usual ones are written in line
+            return f"None if {value} is None else {value}.to_wire(frames)"
+        if self.write_one is _write_part:
+            return f"[None if one is None else one.to_wire(frames) for one in {value}] if {value} else ()"
         return f"{write}({value}, frames) if {value} else ()" if self.is_many else f"{write}({value}, frames)"
 
 
@@ -519,7 +525,7 @@ def _many_type(item: _Type) -> _Type:
     if allowed is not None:
         holds, least, most = holds_numbers, allowed.least, allowed.most
     title, writes = f"a tuple of {item.title}", item_write is not None
-    return _Type(title, frozenset(), holds, read, write if writes else None, True, number, allowed)
+    return _Type(title, frozenset(), holds, read, write if writes else None, True, item_write, number, allowed)
 
 
 def _union_type(arguments: tuple[Any, ...]) -> _Type:
