@@ -455,14 +455,14 @@ class Service:
             _moment("sent", record.run[0])
             return
         if self._sent is None or self._sent[0] is not record:
-            self._ring()
+            if self._channel.mailboxes.unrung:
+                self._ring()
             self._sent = record, encode(record, BULK_LIMITS)
         parts = self._sent[1]
         if not self._channel.post(peer, parts):
             is_sent = False if peer in self._unsent else self._put(peer, parts)
             if is_sent is False and self._unsent.add(peer, parts):
-                is_sent = True  # later
-                self._retry_at = 0.0  # the first try is due, however long others pause
+                is_sent, self._retry_at = True, 0.0  # later: the first try is due, however long others pause
             if is_sent:
                 self._channel.mailboxes.sent(peer)
         _moment("sent", _run_of(record))

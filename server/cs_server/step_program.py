@@ -17,7 +17,7 @@ import numpy as np
 from cs_proto.marks import Bases
 from cs_runtime.trace import moments
 from cs_runtime.transport.mailboxes import Mailbox, Mailboxes
-from cs_runtime.transport.rings import BODY, LEFT, MARK
+from cs_runtime.transport.rings import BODY, LEFT, MARK, next_mark
 
 from .command_runner import CommandRunner
 from .compute.prepared import Prepared
@@ -86,7 +86,7 @@ class StepProgram:
     def prepare(self, step: NextStep, bases: Mapping[bytes, Bases]) -> bool:
         """Look for the marks of ``step`` from now on, if each worker may leave one. ``bases`` are those of each peer.
         False if no program can carry out such a step."""
-        if not self.is_ready:
+        if self._mailboxes.attend is None:
             self._found.clear()
         alike, made = self._found.get(step.kind, (None, None))
         if made is None or alike is not step.alike:
@@ -169,8 +169,8 @@ class StepProgram:
         target = operands[copy + 1] = self._account.kind_address(run)
         target += KIND_NBYTES
         for box in self._boxes:
-            mark = words[own + _EXPECTED] = box.incoming.next_mark(run)
-            words[own + _END] = box.outgoing.next_mark(run)
+            mark = words[own + _EXPECTED] = next_mark(box.incoming.mark, run)
+            words[own + _END] = next_mark(box.outgoing.words[MARK], run)
             expected.append(mark)
             copy, own = copy + WORDS_PER_INSTRUCTION, own + _OF_WORKER
             operands[copy + 1] = target

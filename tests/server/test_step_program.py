@@ -14,7 +14,7 @@ import pytest
 from cs_proto import marks
 from cs_proto.messages import Mailbox, Return, Value
 from cs_runtime.transport.mailboxes import Mailboxes
-from cs_runtime.transport.rings import BODY, HEAD, NBYTES, Mark
+from cs_runtime.transport.rings import BODY, HEAD, NBYTES, Mark, next_mark
 from cs_server.compute.programs import Instruction, Op
 from cs_server.engine.step_plans import NextStep
 from cs_server.engine.store.account import KINDS, Account, account_nbytes
@@ -296,7 +296,7 @@ def test_a_number_of_bytes_that_no_worker_writes_is_cut(world: World) -> None:
     world.workers[1]._boxes["server"].outgoing.words[BODY] = 1 << 60
     world.workers[1]._boxes["server"].outgoing.words[BODY + 1] = 3
     box = world.workers[1]._boxes["server"].outgoing
-    box.words[1] = box.next_mark(4)
+    box.words[1] = next_mark(box.words[1], 4)
     assert world.mail() == []
     assert world.done == 1
     assert [len(body) for body in world.account.bodies(4)] == [9, 1024]

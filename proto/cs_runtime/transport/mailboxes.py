@@ -101,13 +101,6 @@ class Mailbox:
             self.must_wait = self.incoming.has_mail
         return parts
 
-    def heard(self) -> None:
-        """Reset the doorbell."""
-        try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
-            os.eventfd_read(self.doorbell)
-        except BlockingIOError:
-            pass
-
     def close(self) -> None:
         """Close the doorbells. Idempotent."""
         if self.doorbell >= 0:
@@ -175,7 +168,8 @@ class Mailboxes(Generic[K]):
         self._fence: AbstractContextManager[object] = threading.Lock()
         self._patience = Patience(patience)
         self._rings_late = rings_late
-        self._unrung: list[tuple[K, Mailbox]] = []
+        #: The peers that got a message or a mark since the last :meth:`ring`, and their mailboxes.
+        self.unrung: list[tuple[K, Mailbox]] = []
         self._boxes: dict[K, Mailbox] = {}
         self._offered: dict[K, Mailbox] = {}
         self._due: deque[tuple[K, Sequence[Buffer] | Mark]] = deque()
@@ -319,32 +313,30 @@ class Mailboxes(Generic[K]):
     def marked(self, peers: Sequence[K]) -> None:
         """Note marks whose words the owner has stored itself, one for each of ``peers``. It calls :meth:`ring`."""
         for peer in peers:
-            box = self._boxes[peer]
-            box.outgoing.marked()
-            self._unrung.append((peer, box))
+            self.unrung.append((peer, self._boxes[peer]))
         self.posted += len(peers)
 
     def _note_posted(self, peer: K, box: Mailbox) -> Sequence[tuple[K, int]]:
         self.posted += 1
-        self._unrung.append((peer, box))
+        self.unrung.append((peer, box))
         return () if self._rings_late else self.ring()
 
     def ring(self) -> Sequence[tuple[K, int]]:
         """Wake the peers that sleep and got a message or a mark since the last call. Returns those that have left their
         mailboxes, each with the number of its last mark: it takes that mark afterwards, but may have looked before it
         was there."""
-        if not self._unrung:
+        if not self.unrung:
             return ()
         with self._fence:
             pass
         left: list[tuple[K, int]] = []
-        for peer, box in self._unrung:
+        for peer, box in self.unrung:
             words = box.outgoing.words
             if words[SLEEPS]:
                 box.ring()
             if words[LEFT]:
                 left.append((peer, box.outgoing.last))
-        self._unrung.clear()
+        self.unrung.clear()
         return left
 
     def sent(self, peer: K) -> None:
@@ -425,8 +417,11 @@ class Mailboxes(Generic[K]):
         for box in self._boxes.values():
             box.incoming.words[SLEEPS] = False
             if box.doorbell in ready:
-                box.heard()
                 self.woken += 1
+                try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
+                    os.eventfd_read(box.doorbell)
+                except BlockingIOError:
+                    pass
 
     def _look(self) -> bool:
         return (self.attend is not None and self.attend()) or self._with_mail() is not None

@@ -34,6 +34,7 @@ __all__ = [
     "Incoming",
     "Mark",
     "Outgoing",
+    "next_mark",
 ]
 
 #: Whether this machine orders memory accesses as mailboxes need it.
@@ -46,7 +47,8 @@ HEAD, _TAIL, SLEEPS, LEFT = 0, 64, 128, 192
 # that equal numbers are different marks.
 MARK = 1
 _MARK_BITS = 40
-_MARKS = 1 << 64 - _MARK_BITS
+_ONE_MARK = 1 << _MARK_BITS
+_ALL_MARKS = (1 << 64) - _ONE_MARK
 # The number of bytes of the mark, then these bytes.
 BODY = 256
 # Messages begin at multiples of this.
@@ -88,7 +90,6 @@ class Outgoing:
         self._nbytes = len(self._data)
         self._head = 0
         self._tail = 0  # as last read from the words
-        self._marks = 0
 
     def mark(self, number: int, body: Buffer = b"") -> bool:
         """Leave a number from 0 to 2**40 - 1 for the reader, and bytes. False if these are too many, or if the reader
@@ -99,22 +100,13 @@ class Outgoing:
         if size or self.words[BODY]:
             self.words[BODY] = size
             self._body[:size] = body
-        self._marks = (self._marks + 1) % _MARKS
-        self.words[MARK] = self._marks << _MARK_BITS | number
+        self.words[MARK] = next_mark(self.words[MARK], number)
         return True
 
     @property
     def last(self) -> int:
         """The number of the last mark; 0 if there was none."""
-        return self.words[MARK] % (1 << _MARK_BITS)
-
-    def next_mark(self, number: int) -> int:
-        """The word of the next mark, if it has this number."""
-        return (self._marks + 1) % _MARKS << _MARK_BITS | number
-
-    def marked(self) -> None:
-        """Count a mark whose word was stored."""
-        self._marks = (self._marks + 1) % _MARKS
+        return self.words[MARK] % _ONE_MARK
 
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
         """Write a message that follows ``elsewhere`` messages that went elsewhere. False if it is too large, if there
@@ -165,10 +157,6 @@ class Incoming:
         """Whether something has been posted and not taken."""
         return self.words[HEAD] != self.tail
 
-    def next_mark(self, number: int) -> int:
-        """The word of the next mark, if it has this number."""
-        return ((self.mark >> _MARK_BITS) + 1) % _MARKS << _MARK_BITS | number
-
     def take_mark(self) -> Mark | None:
         """The last mark; None if it was taken before, or there is none."""
         mark = self.words[MARK]
@@ -176,7 +164,7 @@ class Incoming:
             return None
         self.mark = mark
         size = min(self.words[BODY], MARK_NBYTES)  # more cannot come from a writer
-        return Mark(mark % (1 << _MARK_BITS), bytes(self._body[:size]) if size else b"")
+        return Mark(mark % _ONE_MARK, bytes(self._body[:size]) if size else b"")
 
     def take(self, elsewhere: int) -> list[bytes] | None:
         """The parts of the next message, or None. ``elsewhere`` messages that went elsewhere have arrived; a message
@@ -217,6 +205,15 @@ class Incoming:
     def leave(self) -> None:
         """Make the writer send later messages elsewhere: it may be alive although it is thought dead."""
         self.words[LEFT] = True
+
+
+def next_mark(word: int, number: int) -> int:
+    """The word of the mark with this number that follows the mark with that word.
+
+    >>> next_mark(next_mark(0, 7), 8) == (2 << 40) + 8
+    True
+    """
+    return (word + _ONE_MARK & _ALL_MARKS) | number
 
 
 def _body(memory: memoryview) -> memoryview:
