@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_only_an_outpost_that_ends_on_its_own_waits_for_the_network(
 
     monkeypatch.setattr(Link, "close", noted)
     monkeypatch.setattr(module._Outpost, "_connect", connected)
-    (tmp_path / "run").mkdir(mode=0o700)
-    place = (str(tmp_path / "run"), no_command)
-    outpost = module._Outpost("tcp://127.0.0.1:1", WorkerKeys.read(keys), [place], 1.0, True)
-    assert (outpost.run(), asked) == (0, [patience])
+    with tempfile.TemporaryDirectory(prefix="cs-", dir="/tmp") as run_directory:  # a short path, for its sockets
+        places = [(run_directory, no_command)]
+        outpost = module._Outpost("tcp://127.0.0.1:1", WorkerKeys.read(keys), places, 1.0, True)
+        assert (outpost.run(), asked) == (0, [patience])
