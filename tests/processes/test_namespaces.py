@@ -29,6 +29,8 @@ __all__ = ["alone", "keys", "program", "stack"]
 _HEAD, _NODE = "10.203.0.1", "10.203.0.2"
 # Of the bad network: the probability with which a packet is lost, and how late the others are, in seconds.
 _LOSS, _DELAY = "0.1", "0.05"
+# How late all packets of a network are that takes long, in seconds: a round trip takes more than two seconds.
+_LATE = "1.1"
 # Seconds after which all goes on that a network had stopped.
 _GOES_ON = 5.0
 
@@ -148,13 +150,13 @@ class Network:
 class BadNetwork(Network):
     """The link loses and delays packets; a seed says which it loses."""
 
-    def __init__(self, stack: ExitStack, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, stack: ExitStack, seed: int, loss: str = _LOSS, delay: str = _DELAY) -> None:
+        self._words = (loss, delay, str(seed))
         super().__init__(stack)
 
     def _join(self, stack: ExitStack, *ends: tuple[str, str, str]) -> None:
         words = [word for name, link, address in ends for word in (name, link, f"{address}/24")]
-        command = (sys.executable, "-m", "tests.harness.wires", *words, _LOSS, _DELAY, str(self._seed))
+        command = (sys.executable, "-m", "tests.harness.wires", *words, *self._words)
         stack.enter_context(start(*command)).wait_for("^ready")
 
 
@@ -288,6 +290,25 @@ def test_a_bad_network_loses_and_doubles_no_update(
     for outpost in outposts:
         outpost.wait().ok()
     assert machines.left() == []
+
+
+@pytest.mark.skipif(not os.access(DEVICE, os.R_OK | os.W_OK), reason=f"{DEVICE} cannot be opened")
+def test_an_observer_with_time_connects_over_a_network_that_takes_long(
+    stack: ExitStack, keys: Path, counting: Path, tmp_path: Path
+) -> None:
+    network, door = BadNetwork(stack, 0, "0", _LATE), tmp_path / "door"
+    os.mkfifo(door)
+    head = network.launchers()[0]
+    listen = ("--listen", f"tcp://{_HEAD}:0", "--keys", keys / "service")
+    service = stack.enter_context(start(*head, "--devices", "cpu:0,cpu:1", *listen, counting, "3", door))
+    address = service.wait_for(r"tcp://[\d.]+:\d+", stream="err").group()
+    service.wait_for("^at the door 2$", timeout=unit(60))
+    watcher = Watcher(stack, network, address, keys, tmp_path)
+    watcher.ask(1)
+    assert watcher.seen(unit(60)) == [(2, 2)]
+    watcher.end()
+    door.write_text("")
+    service.wait(unit(60)).ok()
 
 
 def test_a_port_that_is_blocked_is_named(stack: ExitStack, network: Network, keys: Path, program: Path) -> None:

@@ -256,10 +256,15 @@ class Link(_End):
         except (OSError, zmq.ZMQError) as error:  # such as that this process has no descriptors left
             self._end(LaunchError(f"the link to {self.endpoint} cannot go on: {error}"))
 
-    def close(self) -> None:
-        """End the session, and say so to the gateway. Idempotent."""
+    def close(self, patience: float = 0.0) -> None:
+        """End the session, and say so to the gateway. If the connection is cut, it is made again for that, in at most
+        ``patience`` seconds; else the gateway would have to wait for its ``return_timeout``. Idempotent."""
         if self._epoll.closed:
             return
+        deadline = time.monotonic() + patience
+        while self.is_open and self.reason is None and not self.is_connected and time.monotonic() < deadline:
+            self._epoll.poll(min(self.timeout() or 0.0, max(0.0, deadline - time.monotonic())))
+            self.turn()
         if self.reason is None:
             self._end(ShutdownError(f"the outpost of {self._keys.role} has ended"))
         self._epoll.close()

@@ -37,8 +37,9 @@ _log = logging.getLogger("central_storage.gateway")
 _complaints = Complaints(_log)
 
 _QUESTIONS = (messages.Hello, messages.Get, messages.Statistics, messages.Goodbye)
-# A peer that has made no handshake after this time, in milliseconds, is disconnected.
-_HANDSHAKE = 5000
+# A peer that has made no handshake after this time, in milliseconds, is disconnected. It takes three round trips, of up
+# to five seconds each.
+_HANDSHAKE = 15000
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives, as at the other
 # end: what is sent again over it after a cut of several seconds comes later than over a new connection.
 _UNACKNOWLEDGED = 5000

@@ -156,7 +156,7 @@ class Session:
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         if self._lifeline is not None:  # a gateway names each connection: it may not know yet that the last one is cut
             socket.setsockopt(zmq.IDENTITY, self._name)
-        self._place.protect(socket)
+        self._place.protect(socket, self.timeout)
         socket.connect(self._place.endpoint)
         # The garbage collector may find an unclosed observer as a whole; a context would then wait for ever for its
         # socket.

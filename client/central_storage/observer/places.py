@@ -17,9 +17,13 @@ __all__ = ["Place", "place_of"]
 
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
 _UNACKNOWLEDGED = 5000
-# Milliseconds in which TCP must connect, and the longest pause before the next try. What is sent while a network is
-# down is lost, and another try is quicker than the kernel, which repeats it at growing intervals.
-_CONNECTS, _PAUSE = 2000, 500
+# Milliseconds in which TCP must connect: a fifth of what a question may take, because it takes five round trips to
+# connect and to get the first answer; but at least the first number, and at most the second, since no connection holds
+# longer without an acknowledgement. What is sent while a network is down is lost, and another try is quicker than the
+# kernel, which repeats it at growing intervals.
+_CONNECTS = 2000, _UNACKNOWLEDGED
+# Milliseconds: the longest pause before the next try.
+_PAUSE = 500
 
 
 class Place(Protocol):
@@ -40,8 +44,8 @@ class Place(Protocol):
     def doubts(self) -> str:
         """What may be the reason if no answer comes, as the end of a sentence."""
 
-    def protect(self, socket: zmq.Socket[Any]) -> None:
-        """Set what the connection needs, before it is made."""
+    def protect(self, socket: zmq.Socket[Any], timeout: float) -> None:
+        """Set what the connection needs, before it is made. A question may take ``timeout`` seconds."""
 
 
 class _RunDirectory:
@@ -64,7 +68,7 @@ class _RunDirectory:
     def has_ended(self) -> bool:
         return not os.path.isdir(self._address)
 
-    def protect(self, socket: zmq.Socket[Any]) -> None:
+    def protect(self, socket: zmq.Socket[Any], timeout: float) -> None:
         pass
 
 
@@ -95,10 +99,11 @@ class _Elsewhere:
             f"{self._keys.path}"
         )
 
-    def protect(self, socket: zmq.Socket[Any]) -> None:
+    def protect(self, socket: zmq.Socket[Any], timeout: float) -> None:
+        shortest, longest = _CONNECTS
         socket.setsockopt(zmq.IPV6, int(self._is_ipv6))
         socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECTS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(min(max(shortest, 1000 * timeout / 5), longest)))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _PAUSE)
         protect_client(socket, self._keys)
 

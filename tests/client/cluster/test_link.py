@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -550,6 +551,35 @@ def test_an_end_that_closes_says_so(world: World) -> None:
     world.relay.links.close(ShutdownError("the service has ended"))
     world.until(lambda: last.is_over)
     assert (str(last.reason), str(end.reason)) == ("the service has ended",) * 2
+
+
+def test_an_end_beside_a_cut_is_said_over_the_next_connection(world: World) -> None:
+    """The gateway does not wait for its return_timeout then."""
+    with proxied(world.address) as (address, cut, hold):
+        outpost, end = world.meet(address=address)
+        hold(True)
+        cut()
+        world.until(lambda: not outpost.is_connected)
+        ending = threading.Thread(target=outpost.close, args=(unit(30),))
+        ending.start()
+        hold(False)
+        world.until(lambda: end.is_over, [])
+        ending.join()
+    assert str(end.reason) == "the outpost of worker-n1 has ended"
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.5])
+def test_an_end_beside_a_cut_waits_no_longer_than_it_may(world: World, patience: float) -> None:
+    with proxied(world.address) as (address, cut, hold):
+        outpost, end = world.meet(address=address)
+        hold(True)
+        cut()
+        world.until(lambda: not outpost.is_connected)
+        begun = time.monotonic()
+        outpost.close(patience)
+        assert patience <= time.monotonic() - begun < unit(10)
+        assert not end.is_over
+        hold(False)
 
 
 def refusal(found: Record) -> str:

@@ -36,6 +36,8 @@ Place = tuple[str, Callable[[Joined], Command]]
 
 # Seconds after which somebody who waits for the gateway hears what for.
 _SAY_AFTER = 4.0
+# Seconds in which a gateway is told, over a network that is down, that this launcher has ended on its own.
+_FAREWELL = 5.0
 
 
 def hold(
@@ -62,6 +64,7 @@ class _Outpost:
         self._terminal = Terminal()
         self._loop = self._terminal.loop
         self._link: Link | None = None
+        self._farewell = 0.0
         self._of_items = items.Places(len(places), self._put)
         # The places for which no worker has been asked yet over this link, and the one for which it was asked last.
         self._unasked: list[int] = []
@@ -194,6 +197,8 @@ class _Outpost:
             self._end()
 
     def _end(self) -> None:
+        """End the workers, of which the service has not asked that."""
+        self._farewell = _FAREWELL
         for seat in self._seats:
             seat.end()
 
@@ -206,4 +211,4 @@ class _Outpost:
         self._shared.close()
         if self._link is not None:
             self._loop.forget(self._link.fileno())
-            self._link.close()
+            self._link.close(self._farewell)
