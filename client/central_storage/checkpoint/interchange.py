@@ -174,7 +174,7 @@ def _arrays_of_npz(path: str) -> Iterator[dict[str, _Array]]:
 
 def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndarray]) -> _Array:
     with archive.zip.open(f"{name}.npy") as member:
-        dtype, shape = _header_of_npy(member)
+        dtype, shape, is_fortran = _header_of_npy(member)
         if dtype.hasobject:
             raise ValueError(f"{name} holds Python objects, which only pickle could load")
         if not holds(dtype.newbyteorder("=")):
@@ -184,14 +184,41 @@ def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndar
             )
         if math.prod(shape) * dtype.itemsize > archive.zip.getinfo(f"{name}.npy").file_size:
             raise ValueError(f"{name} is shorter than its header says")
-    return _Array(dtype.newbyteorder("="), shape, lambda: read(name))
+    rows = None if is_fortran or not shape else _Rows(path, archive.zip, name, dtype, shape)
+    return _Array(dtype.newbyteorder("="), shape, lambda: read(name), rows)
 
 
-def _header_of_npy(member: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _header_of_npy(member: Any) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     version = np.lib.format.read_magic(member)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(member)
-    return dtype, shape
+    shape, is_fortran, dtype = read(member)
+    return dtype, shape, is_fortran
+
+
+class _Rows:
+    """Reads the rows of an array of an archive, which may be compressed, one after the other."""
+
+    def __init__(
+        self, path: str, archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> None:
+        self._path = path
+        self._archive = archive
+        self._name = name
+        self._dtype = dtype
+        self._shape = shape
+        self._next = 0
+
+    def __call__(self, first: int, stop: int) -> np.ndarray:
+        """The rows from one number, 0 or the last ``stop``, to below another. With the last of them, the archive checks
+        its checksum. Raises CheckpointDamagedError."""
+        with _damage_named(self._path):
+            if first == 0:
+                self._member = self._archive.open(f"{self._name}.npy")
+                _header_of_npy(self._member)
+            assert first in (0, self._next)
+            self._next = stop
+            data = self._member.read((stop - first) * math.prod(self._shape[1:]) * self._dtype.itemsize)
+            return np.frombuffer(data, self._dtype).reshape(stop - first, *self._shape[1:])
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ _log = logging.getLogger("central_storage.launch")
 _NAME = re.compile(r"cs-[0-9a-f]{8}")
 # The files of a run in its directory, except log files.
 _CONTENT = re.compile(
-    r"lock|server|supervisor|error|run|run\.draft|service\.json(\.draft)?|metrics-token|w[0-9]+\.[0-9]+|segment\..+"
+    r"lock|server|supervisor|error|saving|run|run\.draft|service\.json(\.draft)?|metrics-token|"
+    r"w[0-9]+\.[0-9]+|segment\..+"
 )
 # The files to remove when a run is taken up: the sockets of the killed processes.
 _STALE = re.compile(r"server|supervisor")

@@ -68,6 +68,34 @@ def test_npz_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 
 
 @pytest.mark.parametrize("part", [16, 1 << 20])
+def test_archives_of_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """Compressed or not, in the other order of bytes, and by columns."""
+    monkeypatch.setattr(disk, "PART", part)
+    table = np.arange(60.0).reshape(10, 3, 2)
+    values = {"c": table, "swapped": table.astype(">f8"), "fortran": np.asfortranarray(table), "view": table[::2, 1:]}
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "theirs.npz", **values)
+        assert import_checkpoint(tmp_path / "theirs.npz", tmp_path / "ours") == sorted(values)
+        found = stored(str(tmp_path / "ours.safetensors"))
+        assert all(np.array_equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_archive_is_found_although_it_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
+) -> None:
+    monkeypatch.setattr(disk, "PART", 16)
+    path = tmp_path / "theirs.npz"
+    save(path, w=np.random.default_rng(0).random(100))
+    whole = path.read_bytes()
+    for at in range(200, 900, 23):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointDamagedError):
+            import_checkpoint(path, tmp_path / "x")
+    assert os.listdir(tmp_path) == ["theirs.npz"]
+
+
+@pytest.mark.parametrize("part", [16, 1 << 20])
 def test_plain_safetensors_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setattr(disk, "PART", part)
     values = {name: value for name, value in arrays(2).items() if value.dtype.kind != "c"}

@@ -60,8 +60,11 @@ def test_the_memory_of_a_save_and_of_a_restore(
     exporting = traced(lambda: export_checkpoint(path, tmp_path / "big.npz"))
     export_checkpoint(path, tmp_path / "plain.safetensors")
     importing = traced(lambda: import_checkpoint(tmp_path / "plain.safetensors", tmp_path / "imported"))
+    unpacking = traced(lambda: import_checkpoint(tmp_path / "big.npz", tmp_path / "unpacked"))
     print(f"\n{TABLE} bytes: {saving} to save, {restoring} to restore, {exporting} to export, {importing} to import")
-    assert max(saving, restoring, exporting, importing) < 8 * PART
+    print(f"{unpacking} to import of an archive")
+    assert max(saving, restoring, exporting, importing, unpacking) < 8 * PART
+    assert Path(f"{tmp_path}/unpacked.safetensors").read_bytes()[-TABLE:] == checkpoint.table.numpy().tobytes()
     assert Path(f"{tmp_path}/imported.safetensors").read_bytes()[-TABLE:] == checkpoint.table.numpy().tobytes()
     assert (restored.table.numpy() == checkpoint.table.numpy()).all()
     # Without pieces, this test would notice.

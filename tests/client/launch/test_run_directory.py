@@ -17,6 +17,7 @@ import pytest
 from central_storage.launch.packages import python_path
 from central_storage.launch.run_directory import RunDirectory, _places
 from cs_proto.errors import ConfigurationError, LaunchError
+from cs_runtime import saving_mark
 
 
 @pytest.fixture
@@ -105,11 +106,15 @@ def test_a_second_holder_is_told_who_holds_it(runtime: Path) -> None:
     assert list(runtime.iterdir()) == []
 
 
-def test_a_given_directory_keeps_what_is_not_ours(runtime: Path) -> None:
+def test_a_given_directory_keeps_what_is_not_ours(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dead(runtime, "mine")
     (path / "precious").touch()
     directory = RunDirectory(str(path))
     assert sorted(entry.name for entry in path.iterdir()) == ["lock", "precious"]
+    monkeypatch.setenv("CS_ROLE", "script")
+    monkeypatch.setenv("CS_RUN_DIRECTORY", str(path))
+    with saving_mark.setting():
+        assert saving_mark.is_set(str(path))
     directory.remove()
     assert [entry.name for entry in path.iterdir()] == ["precious"]
 

@@ -140,8 +140,12 @@ class LogFiles:
 
     @classmethod
     def under(cls, parent: str, run_directory: str) -> LogFiles:
-        """Log files in a directory of ``parent`` that has the name of the run directory."""
-        return cls(os.path.join(os.path.abspath(parent), os.path.basename(run_directory)))
+        """Log files in a directory of ``parent`` that has the name of the run directory; with ``-logs`` behind it if
+        that is the run directory itself, which goes with the run."""
+        directory = os.path.join(os.path.abspath(parent), os.path.basename(run_directory))
+        if os.path.realpath(directory) == os.path.realpath(run_directory):
+            directory += "-logs"
+        return cls(directory)
 
     def write(self, label: str, lines: Iterable[str]) -> None:
         """Append ``lines`` to the file of ``label``, without what others are drawn over. If that fails, warn once and

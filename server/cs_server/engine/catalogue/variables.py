@@ -6,6 +6,7 @@ so before it changes anything.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -27,6 +28,8 @@ from . import slabs
 
 # Of fewer variables that are written together, each is counted in its own row.
 _FEW = 16
+# A name that no variable has is compared with so many.
+_COMPARED = 100
 # The rows of what was written together have at most so many times as many members as there are variables.
 _MOST_MEMBERS = 2
 
@@ -41,12 +44,15 @@ def get(server: State, number: int) -> Variable:
 
 
 def named(server: State, name: str) -> Variable:
-    """The variable called ``name``. Raises InvalidArgumentError, which suggests similar names."""
+    """The variable called ``name``. Raises InvalidArgumentError, which suggests similar names: of those that stand near
+    it in the alphabet, since the training waits for the answer, and anybody may ask."""
     number = server.index.numbers.get(name)
     if number is None:
         import difflib  # late: only mistakes need it
 
-        close = difflib.get_close_matches(name, server.index.numbers, n=3)
+        names = sorted(server.index.numbers)
+        first = max(0, bisect.bisect(names, name) - _COMPARED // 2)
+        close = difflib.get_close_matches(name, names[first : first + _COMPARED], n=3)
         raise InvalidArgumentError(
             f"there is no variable {name!r}; "
             + (f"did you mean {' or '.join(map(repr, close))}?" if close else _inventory(server))
@@ -262,9 +268,10 @@ def rows(server: State, numbers: Sequence[int]) -> list[Variable]:
 
 
 def _inventory(server: State) -> str:
-    known = [f"{n} ({server.tables.variables[n].spec.name})" for n in sorted(server.tables.variables)]
-    shown = ", ".join(known if len(known) <= 8 else [*known[:4], "...", *known[-3:]])
-    return f"there are {shown}" if known else "there are none"
+    known = sorted(server.tables.variables)
+    first, last = (known, []) if len(known) <= 8 else (known[:4], known[-3:])
+    shown = [[f"{n} ({server.tables.variables[n].spec.name})" for n in part] for part in (first, last)]
+    return f"there are {', '.join([*shown[0], *(['...'] if last else []), *shown[1]])}" if known else "there are none"
 
 
 def check_fits(what: str, value: Array, spec: VariableSpec) -> None:

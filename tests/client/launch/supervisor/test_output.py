@@ -120,6 +120,15 @@ def test_log_files_hold_everything(tmp_path: Path) -> None:
     assert (directory / "server.log").read_text() == "s\n"
 
 
+def test_log_files_outlive_a_run_directory_beside_them(tmp_path: Path) -> None:
+    """As with CS_LOG_DIR=/tmp, where a run directory is made, too."""
+    (tmp_path / "cs-01234567").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for parent in (tmp_path, tmp_path / "link"):
+        logs = LogFiles.under(str(parent), str(tmp_path / "cs-01234567"))
+        assert os.path.samefile(logs.directory, tmp_path / "cs-01234567-logs")
+
+
 def test_log_files_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=f"cannot be written to {tmp_path}/file/x: Not a directory"):

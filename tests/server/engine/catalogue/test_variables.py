@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,27 @@ def test_each_page_of_versions_is_made_with_its_first_variable(book: Book) -> No
     book.out.clear()
     book.make("first", (0,))
     assert book.out == [Allocate("versions", ADDRESSES.versions, "", 4096, 8192, is_lazy=True)]
+
+
+def test_a_mistyped_name_is_compared_with_few(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing it with 10,000 names held up the training for half a second, whenever an observer asked for it."""
+    names = {f"model/layer_{number}/kernel": number for number in range(10_000)}
+    monkeypatch.setattr(book.state.index, "numbers", names)
+    compared, find = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args, **how: compared.append(args) or find(*args, **how))
+    for number in (0, 77, 5000, 9999):
+        with pytest.raises(InvalidArgumentError, match=f"did you mean .*'model/layer_{number}/kernel'"):
+            variables.named(book.state, f"model/layer_{number}/kernal")
+    assert [len(candidates) <= 100 for _, candidates in compared] == [True] * 4
+
+
+def test_of_many_variables_some_are_named(book: Book) -> None:
+    for number in range(9):
+        book.make(f"v{number}")
+    with pytest.raises(
+        InvalidArgumentError, match=r"1 \(v0\), 2 \(v1\), 3 \(v2\), 4 \(v3\), \.\.\., 7 \(v6\), .*v8\)$"
+    ):
+        variables.named(book.state, "q")
 
 
 def test_unknown_variables_and_optimizers_are_named_with_what_there_is(book: Book) -> None:
