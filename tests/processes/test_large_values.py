@@ -125,7 +125,7 @@ def test_more_than_may_be_held_is_copied(two: cs.CentralStorageStrategy, monkeyp
             held.append((array, value * 10 + replica))
     look(held)
     link: Any = two._backend
-    assert [len(results._held) for results in link._session.results] == [3, 3]
+    assert [len(results.ranges) for results in link._session.results] == [3, 3]
 
 
 def test_large_results_of_all_replicas_are_reduced_and_survive_the_service() -> None:
