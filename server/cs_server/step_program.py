@@ -1,9 +1,9 @@
 """Carries out steps that repeat by a program, while the server waits for mail.
 
 The program looks whether each worker has left the mark of the step. It puts what they brought into the account, carries
-out the commit, and leaves the marks of its end. All that is prepared while the workers compute. The engine says which
-step may be carried out so, and hears of it afterwards. If the marks are of another kind of step than the one that was
-prepared, that one is prepared then.
+out the commit, and leaves the marks of its end. If there are sparse gradients, the marks say where they lie. All that
+is prepared while the workers compute. The engine says which step may be carried out so, and hears of it afterwards. If
+the marks are of another kind of step than the one that was prepared, that one is prepared then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cs_proto.marks import Bases
+from cs_proto.codec import MARK_NBYTES
+from cs_proto.marks import PLACE_WORDS, Bases, sparse_of
 from cs_runtime.trace import moments
 from cs_runtime.transport.mailboxes import Mailbox, Mailboxes
 from cs_runtime.transport.rings import BODY, LEFT, MARK
@@ -24,7 +25,7 @@ from .compute.prepared import Prepared
 from .compute.programs import WORDS_PER_INSTRUCTION, Instruction, Op, Program
 from .engine.step_plans import NextStep
 from .engine.store.account import BODY_NBYTES, KIND_NBYTES, KINDS, Account
-from .events import Commit
+from .events import Apply, Commit
 
 __all__ = ["StepProgram"]
 
@@ -72,7 +73,10 @@ class StepProgram:
         self._programs: dict[int, _Made] = {}  # by kind
         self._ready: _Made | None = None
         self._commit: Commit | None = None
+        self._prepared: Prepared | None = None
         self._name = ""
+        # Where in the page of a mailbox a mark has the places of sparse gradients.
+        self._places = slice(0)
         self._expected: list[int] = []
         self._is_of_series = False
         #: The run of the step that is looked for, or was carried out last.
@@ -89,12 +93,18 @@ class StepProgram:
         boxes = [box for peer in step.workers if (box := self._mailboxes.box(peer)) is not None]
         numbers: list[int] = []
         for peer, each in zip(step.workers, step.returns, strict=True):
-            if (base := bases[peer].find(each.series, each.lookahead, each.notes, each.count, each.name)) is not None:
+            base = bases[peer].find(each.series, each.lookahead, each.notes, each.count, each.name)
+            if base is not None and base.name == each.name:  # the bytes of its marks have the same places
                 numbers.append(base.run[0])
         if not len(boxes) == len(numbers) == len(step.workers):
             return True
         prepared = None
         if step.commit is not None and (prepared := self._runner.prepare(step.commit)) is None:
+            return False
+        name = step.returns[0].name
+        first = BODY + 2 + bool(name)
+        places = slice(first, first + PLACE_WORDS * (0 if prepared is None else prepared.tables))
+        if (places.stop - BODY - 1) * 8 > MARK_NBYTES or (step.commit is not None and not _meet(step, step.commit)):
             return False
         if boxes != self._boxes:
             self._programs.clear()
@@ -107,7 +117,8 @@ class StepProgram:
         self._set(made, step, numbers)
         if step.commit is not None and prepared is not None:
             prepared.set_ticket(step.commit.ticket)
-        self._ready, self._commit, self._name = made, step.commit, step.returns[0].name
+        self._ready, self._commit, self._name = made, step.commit, name
+        self._prepared, self._places = prepared, places
         for box in boxes:
             box.keeps_marks = True
         self._mailboxes.attend = self._attend
@@ -181,6 +192,11 @@ class StepProgram:
             self._on_other(self._peers[0], base)
             if not self.is_ready:
                 return True
+        if self._prepared is not None and self._prepared.tables:
+            places = [box.incoming.words[self._places].tolist() for box in self._boxes]
+            if not self._prepared.take(places):
+                self.stop()
+                return True
         is_done = self._ready.program.run()
         if not is_done and self._commit is not None:
             number = self._boxes[0].incoming.words[BODY + 2]  # as in marks.returned, where there is a name
@@ -196,3 +212,13 @@ class StepProgram:
             self._mailboxes.marked(self._peers)
         self._on_done()
         return True
+
+
+def _meet(step: NextStep, commit: Commit) -> bool:
+    """Whether the commit has the sparse gradients in the order in which the marks of the step have their places."""
+    rows = [rows for each in commit.operations if isinstance(each, Apply) for u in each.updates for rows in u.sparse]
+    for replica, returned in enumerate(step.returns):
+        brought = [each.values for each in sparse_of(returned.notes)]
+        if [id(each.gradients[replica][0]) for each in rows] != list(map(id, brought)):
+            return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cs_proto import marks
 from cs_proto.codec import MARK_NBYTES
 from cs_proto.frozen import frozen
 from cs_proto.messages import Return
@@ -25,7 +26,7 @@ class NextStep:
     #: The number of its kind, and how many steps of each kind there are with it, as the account has them.
     kind: int
     counts: tuple[int, ...]
-    #: Returns that differ from those of the step at most in run and value, by replica.
+    #: Returns that differ from those of the step at most in run, value and the places of rows, by replica.
     returns: tuple[Return, ...]
     #: Whether the workers wait for the mark of its end.
     is_of_series: bool
@@ -36,7 +37,7 @@ class NextStep:
 
 class Plan(NamedTuple):
     """The Returns of the last captured step of a kind, by replica. A program may carry out steps that differ from it
-    only in runs and values."""
+    only in runs, values, and the places of the rows of sparse gradients."""
 
     kind: Kind
     returns: tuple[Return, ...]
@@ -72,10 +73,11 @@ class Plans:
         return self._plans.get(self._followers.get(after.number, after.number))
 
     def alike(self, base: Return) -> Plan | None:
-        """The plan of the steps in which the first replica returns what ``base`` has, but for run and value."""
+        """The plan of the steps in which the first replica returns what ``base`` has, but for run, value and places."""
         for plan in self._plans.values():
             first = plan.returns[0]
-            if altered(first, run=base.run, value=base.value) == base:
+            is_like = altered(first, run=base.run, value=base.value, notes=()) == altered(base, notes=())
+            if is_like and marks.are_alike(first.notes, base.notes):
                 return plan
         return None
 
