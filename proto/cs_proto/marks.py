@@ -146,10 +146,8 @@ def are_alike(notes: Sequence[Note], others: Sequence[Note]) -> bool:
     """Whether notes differ at most in the places and in the numbers of the rows of sparse gradients."""
     if notes == others:
         return True
-    sparse, other = sparse_of(notes), sparse_of(others)
-    if not sparse or len(sparse) != len(other) or len(notes) != len(others):
+    if len(notes) != len(others):
         return False
-    nowhere = Place(0, 0, 0)
     for one, two in zip(notes, others, strict=True):
         if type(one) is not ApplyPoint or type(two) is not ApplyPoint or len(one.updates) != len(two.updates):
             return False
@@ -158,10 +156,22 @@ def are_alike(notes: Sequence[Note], others: Sequence[Note]) -> bool:
         for update, like in zip(one.updates, two.updates, strict=True):
             if altered(update, sparse=()) != altered(like, sparse=()) or len(update.sparse) != len(like.sparse):
                 return False
-    arrays = [array for each in (*sparse, *other) for array in (each.values, each.indices)]
-    if not all(type(array.place) is Location for array in arrays):
+            if not all(map(_is_elsewhere, update.sparse, like.sparse)):
+                return False
+    return True
+
+
+def _is_elsewhere(gradient: SparseGradient, other: SparseGradient) -> bool:
+    """Whether two gradients of one variable have rows of one kind in the same segments."""
+    if gradient.variable != other.variable:
         return False
-    return [_at(each, nowhere) for each in sparse] == [_at(each, nowhere) for each in other]
+    for one, two in ((gradient.values, other.values), (gradient.indices, other.indices)):
+        if type(one.place) is not Location or type(two.place) is not Location:
+            return False
+        kinds = (one.dtype, one.shape[1:], one.place.segment), (two.dtype, two.shape[1:], two.place.segment)
+        if kinds[0] != kinds[1]:
+            return False
+    return True
 
 
 class Bases:
