@@ -102,15 +102,12 @@ def base_of(body: bytes) -> int:
 def returned(base: Return, run: int, body: bytes) -> Return:
     """The Return that the mark of ``run`` stands for. Its bytes name ``base``. What lies at the places is not
     checked."""
-    offset, notes, end = base.offset, base.notes, value_at(base)
-    first = BASE_NBYTES
+    offset, notes, end, at = base.offset, base.notes, value_at(base), BASE_NBYTES
     if base.name:
-        offset, first = _number(body, first) - run, first + BASE_NBYTES
-    if first < end:
-        places = []
-        for at in range(first, end, _PLACE.size):
-            places.append(Place(*[_number(body, at + BASE_NBYTES * word) for word in range(PLACE_WORDS)]))
-        notes = _moved(notes, places)
+        offset, at = _number(body, at) - run, at + BASE_NBYTES
+    if at < end:
+        words = [_number(body, word) for word in range(at, end, BASE_NBYTES)]
+        notes = _moved(notes, [Place(*words[n : n + PLACE_WORDS]) for n in range(0, len(words), PLACE_WORDS)])
     return altered(base, run=(run,), value=Value(body[end:], ()), offset=offset, notes=notes)
 
 

@@ -48,6 +48,7 @@ def test_a_mark_stands_for_the_return_with_its_places(name: str) -> None:
     expected = returned(7, noted(PLACES), b"value", name)
     assert bases.returned(7, body) == (replace(expected, offset=14) if name else expected)
     assert [*marks.places_of(bases.returned(7, body).notes)] == PLACES
+    assert body[marks.value_at(base) :] == b"value"
     assert base == returned(5, noted(before), name=name)
 
 

@@ -218,11 +218,11 @@ def rows_of(replica: int, place: marks.Place) -> ApplyPoint:
     return ApplyPoint(0, "", (OptimizerUpdate(1, 1, (), (gradient,)),), 0)
 
 
-def with_rows(world: World, run: int) -> NextStep:
+def with_rows(world: World, run: int, name: str = "") -> NextStep:
     """The step of a run whose replicas bring rows; each worker has a base of that."""
     place, gradients, returns = marks.Place(3, 64, 128), [], []
     for replica, peer in enumerate(PEERS):
-        returned = Return((3,), replica, 1, (rows_of(replica, place),), 1, Value(b"", ()), None)
+        returned = Return((3,), replica, 1, (rows_of(replica, place),), 1, Value(b"", ()), None, name=name)
         assert world.bases[peer].keep(returned)
         (gradient,) = marks.sparse_of(returned.notes)
         gradients.append((gradient.values, gradient.indices))
@@ -248,6 +248,42 @@ def test_the_marks_say_where_rows_lie(world: World, can_take: bool) -> None:
         assert world.account.bodies(4) == bodies
     else:  # the engine hears them
         assert mail == [(peer, Mark(4, body)) for peer, body in zip(PEERS, bodies, strict=True)]
+
+
+def test_each_step_has_rows_of_its_own(world: World) -> None:
+    """Also if only the numbers of its commit are set. After something else everything is found again."""
+    alike, prepared = with_rows(world, 4), 0
+    for run in range(4, 12):
+        if run in (4, 8):
+            world.program.stop()
+            alike, prepared = with_rows(world, run), prepared + 1
+        commit = Commit(run + 100, () if alike.commit is None else alike.commit.operations)
+        step = with_changes(alike, run=run, commit=commit)
+        if run in (4, 8):
+            assert world.program.prepare(step, world.bases)
+        places = [marks.Place(run + replica, 64 * run, 128 * run) for replica in range(2)]
+        later = with_changes(step, run=run + 1)
+        world.program._on_done = lambda later=later: world.program.prepare(later, world.bases)
+        for replica in range(2):
+            body = marks.marked(3, b"value", None, [places[replica]])
+            assert world.workers[replica].mark("server", run, body)
+        assert world.mail() == []
+        assert world.runner.taken[-1] == [list(place) for place in places]
+        assert (len(world.runner.taken), world.runner.commits[0]) == (run - 3, run - 3)
+        assert len(world.runner.prepared) == prepared
+    assert len(world.runner.numbered) == 8
+
+
+def test_marks_of_steps_with_names_have_the_places_of_rows_behind_the_number_of_the_step(world: World) -> None:
+    """Also if a step of the same kind without a name was carried out before."""
+    for run, name in ((4, ""), (5, "train"), (6, "")):
+        assert world.program.prepare(with_rows(world, run, name), world.bases)
+        place = marks.Place(run, 192, 256)
+        for replica in range(2):
+            body = marks.marked(3, b"value", 77 if name else None, [place])
+            assert world.workers[replica].mark("server", run, body)
+        assert world.mail() == []
+        assert world.runner.taken[-1] == [list(place)] * 2
 
 
 def test_rows_in_another_order_than_the_marks_have_them_are_refused(world: World) -> None:

@@ -24,7 +24,7 @@ from .clipping import UNBOUNDED, Clipping
 from .helpers import Helper
 from .norms import Norms, kinds_of
 from .object_loader import Bound
-from .plans import Arrays, Given, Plan
+from .plans import Arrays, Given, Plan, rule_of
 from .prepared_rows import GradientMemory, PreparedRows, kind_of
 from .programs import Instruction, Op, Program
 from .sparse import Table, is_little
@@ -303,13 +303,19 @@ class PreparedCommits:
 
 
 def _may_be_prepared(operation: Apply) -> bool:
-    """Whether compiled code may do all of an operation. It bounds and scales no gradients of rows."""
+    """Whether compiled code may do all of an operation. It bounds and scales no gradients of rows, and changes no other
+    rows than those that are named."""
     is_bounded = bool(operation.weights) or operation.global_clipnorm is not None
     for update in operation.updates:
-        if RULES[update.rule].direction is not None:
+        rule = RULES[update.rule]
+        if rule.direction is not None:
             return False
-        if update.sparse and (is_bounded or update.factor != 1 or Clipping.of(dict(update.hyperparameters))):
-            return False
+        if update.sparse:
+            given = dict(update.hyperparameters)
+            if is_bounded or update.factor != 1 or Clipping.of(given):
+                return False
+            if any(rule_of(rows, rule).moving(given) != "rows" for rows in update.sparse):
+                return False
     return True
 
 

@@ -85,7 +85,8 @@ class PreparedRows:
         self._shares = [bound.share(lane(which), replicas, self.size.room) for which in by]
         # Of each replica the addresses and the lengths of the segments with values and indices.
         self._memory: list[tuple[int, int, int, int]] = []
-        self._held: Sequence[object] = ()
+        # What the shares and these addresses read.
+        self._held: object = None
 
     @property
     def updates(self) -> list[Bound]:
@@ -104,13 +105,13 @@ class PreparedRows:
         ]
         gradients = aligned(views, self._width)
         self._bound.take(gradients)
-        self._held = gradients
         for share in self._shares:
             share.where[:] = self._bound.where
-        self._memory = []
+        whole: list[list[NDArray[np.uint8]]] = []
         if all(segment for both in self._segments for segment in both):
             whole = [[memory.elements(segment, "uint8") for segment in both] for both in self._segments]
-            self._memory = [(*_span(values), *_span(indices)) for values, indices in whole]
+        self._memory = [(*_span(values), *_span(indices)) for values, indices in whole]
+        self._held = gradients, whole  # a segment may be mapped anew for another commit, and :meth:`take` reads this one
 
     def take(self, places: Sequence[Sequence[int]]) -> bool:
         """Let the next update take the gradients from these places in their segments, by replica, as in

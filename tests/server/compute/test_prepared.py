@@ -4,6 +4,8 @@ next server ends the commit with the same bits."""
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -210,9 +212,9 @@ PLACES = [[(9, 0, 768), (6, 256, 1024)], [(0, 64, 64), (13, 320, 896)], [(16, 0,
 """Of each step and replica how many rows there are, and where the values and the indices lie."""
 
 
-def placed(places: Sequence[tuple[int, int, int]]) -> tuple[Bytes, tuple[Operation, ...]]:
+def placed(places: Sequence[tuple[int, int, int]], rule: str = "adagrad") -> tuple[Bytes, tuple[Operation, ...]]:
     """A table whose gradients lie in a segment of each replica, which holds 256 values and 100 indices."""
-    memory, (apply,) = rows("adagrad", "float32", 4)
+    memory, (apply,) = rows(rule, "float32", 4)
     assert isinstance(apply, Apply)
     random, gradients = np.random.default_rng(3), []
     for replica, (count, values, indices) in enumerate(places):
@@ -243,6 +245,40 @@ def test_rows_are_taken_from_where_the_replicas_say(threads: int, monkeypatch: p
         twins.executors[1].commit(Commit(twins.tickets, placed(places)[1]))
         twins.check()
     twins.close()
+
+
+def test_the_numbers_of_tables_are_those_of_the_step_wherever_its_rows_lie() -> None:
+    """What was prepared is only told of new numbers and places: of the step, and where they differ, of each table."""
+    twins = Twins(lambda: placed(PLACES[2], "adam"))
+    first = twins.step()
+    program = Program(first.instructions, [first])
+    for number, places in enumerate(PLACES, 2):
+        later = {"t": number, "hyperparameters": (*LAZY, ("learning_rate", 0.5**number))}
+        counts = (5 * number,) if number > 2 else ()
+        twins.tickets += 1
+        first.set_numbers(changed(twins.operations, **later, counts=counts))
+        assert first.take([list(each) for each in places])
+        first.set_ticket(twins.tickets)
+        assert program.run()
+        operations = changed(placed(places, "adam")[1], **later, counts=counts)
+        twins.executors[1].commit(Commit(twins.tickets, operations))
+        twins.check()
+    twins.close()
+
+
+def test_rows_are_taken_from_memory_that_was_mapped_anew_since() -> None:
+    """Another commit may make the server map more of a segment. The memory that this one reads stays, even if it was
+    prepared with copies of gradients that kernels cannot read."""
+    memory, operations = placed([(16, 8, 1032), (16, 520, 776)])
+    arithmetic = Executor(memory, 1)
+    first = prepared_of(arithmetic, operations)
+    mapped = [weakref.ref(memory.segments[f"arena{replica}"]) for replica in range(2)]
+    memory.segments |= {f"arena{replica}": np.zeros(999, np.float32) for replica in range(2)}
+    del operations
+    gc.collect()
+    assert all(each() is not None for each in mapped)
+    assert first.take([[9, 0, 768], [6, 256, 1024]])
+    arithmetic.close()
 
 
 @pytest.mark.parametrize(
@@ -404,7 +440,9 @@ def test_what_is_not_prepared() -> None:
         assert arithmetic.prepare(not_prepared) is None
         assert arithmetic.prepare(not_prepared) is None
     assert arithmetic.prepare(operations) is not None
-    assert arithmetic.prepare((lazy,)) is not None
+    for _ in range(2):
+        assert arithmetic.prepare((lazy,)) is not None
+        assert arithmetic.prepare((rows,)) is None  # the same, but for a number that may be set between two steps
 
 
 def test_only_more_elements_than_one_lane_takes_are_spread() -> None:

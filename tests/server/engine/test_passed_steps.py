@@ -358,6 +358,7 @@ def test_a_program_carries_out_steps_whose_rows_lie_elsewhere(series: int) -> No
     for number in range(9):
         two.step(KINDS[4], series, in_full=number == 5)
     assert two.passed == 5  # not the first two, nor that in full and the one after it
+    assert len(two.alike) == 2  # as before it, and as after it
     two.compare(two.short, two.store)
 
 
