@@ -111,7 +111,8 @@ class PreparedRows:
         if all(segment for both in self._segments for segment in both):
             whole = [[memory.elements(segment, "uint8") for segment in both] for both in self._segments]
         self._memory = [(*_span(values), *_span(indices)) for values, indices in whole]
-        self._held = gradients, whole  # a segment may be mapped anew for another commit, and :meth:`take` reads this one
+        # A segment may be mapped anew for another commit, and :meth:`take` finds rows in this mapping.
+        self._held = gradients, whole
 
     def take(self, places: Sequence[Sequence[int]]) -> bool:
         """Let the next update take the gradients from these places in their segments, by replica, as in

@@ -269,7 +269,7 @@ def test_the_numbers_of_tables_are_those_of_the_step_wherever_its_rows_lie() -> 
 def test_rows_are_taken_from_memory_that_was_mapped_anew_since() -> None:
     """Another commit may make the server map more of a segment. The memory that this one reads stays, even if it was
     prepared with copies of gradients that kernels cannot read."""
-    memory, operations = placed([(16, 8, 1032), (16, 520, 776)])
+    memory, operations = placed([(16, 2, 1028), (16, 514, 772)])
     arithmetic = Executor(memory, 1)
     first = prepared_of(arithmetic, operations)
     mapped = [weakref.ref(memory.segments[f"arena{replica}"]) for replica in range(2)]

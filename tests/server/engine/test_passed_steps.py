@@ -24,6 +24,7 @@ from cs_server.engine.step_plans import NextStep
 from cs_server.engine.store.account import BODY_NBYTES, KIND_NBYTES, STEPS, Account, account_nbytes
 from cs_server.engine.store.control_log import ControlDamaged, ControlMemory
 from cs_server.events import Apply, Command, Commit, Finished, Received, Send
+from cs_server.step_program import _meet
 
 APPLIES = [KINDS[0], KINDS[1], KINDS[2], KINDS[3], KINDS[4], KINDS[7], KINDS[8]]
 """Kinds of steps of which the replicas bring the same again and again, and nothing but gradients."""
@@ -121,6 +122,7 @@ class Passing(Two):
         commands = [command for each in said for command in handled(lambda e: self.long.handle(e, self.now), each)]
         commits = [command for command in commands if isinstance(command, Commit)]
         assert [*map(nowhere, commits)] == ([] if step.commit is None else [nowhere(step.commit)])
+        assert step.commit is None or _meet(step, step.commit)
         common = without_numbers(step)
         assert self.alike.setdefault(step.alike, common) == common
         self.account._words[1] += 1
