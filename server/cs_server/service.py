@@ -344,17 +344,16 @@ class Service:
 
     def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
         """The Return that a mark stands for, as :meth:`_heard` has the record of a message."""
-        base = self._bases[peer].get(marks.base_of(body))
-        if base is None:
-            error = PeerProtocolError(
-                f"the mark of run {run} names a base that is none of the last Returns of this worker"
-            )
+        try:
+            returned = self._bases[peer].returned(run, body)
+            if marks.sparse_of(returned.notes):
+                self._check_places(peer, returned)
+        except PeerProtocolError as error:
             self._complaints.warn(peer, "refused a mark of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
         _log.debug("from %r: the mark of run %d", peer, run)
         _moment("decoded", run)
-        returned = marks.returned(base, run, body)
         self._numerics.heard(returned)
         return returned
 

@@ -1,9 +1,9 @@
 """Carries out steps that repeat by a program, while the server waits for mail.
 
 The program looks whether each worker has left the mark of the step. It puts what they brought into the account, carries
-out the commit, and leaves the marks of its end. All that is prepared while the workers compute. The engine says which
-step may be carried out so, and hears of it afterwards. If the marks are of another kind of step than the one that was
-prepared, that one is prepared then.
+out the commit, and leaves the marks of its end. If there are sparse gradients, the marks say where they lie. All that
+is prepared while the workers compute. The engine says which step may be carried out so, and hears of it afterwards. If
+the marks are of another kind of step than the one that was prepared, that one is prepared then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cs_proto.marks import Bases
+from cs_proto.codec import MARK_NBYTES
+from cs_proto.marks import PLACE_WORDS, Bases, sparse_of
 from cs_runtime.trace import moments
 from cs_runtime.transport.mailboxes import Mailbox, Mailboxes
 from cs_runtime.transport.rings import BODY, LEFT, MARK, next_mark
@@ -24,6 +25,7 @@ from .compute.prepared import Prepared
 from .compute.programs import WORDS_PER_INSTRUCTION, Instruction, Op, Program
 from .engine.step_plans import NextStep
 from .engine.store.account import BODY_NBYTES, KIND_NBYTES, KINDS, Account
+from .events import Apply, Commit
 
 __all__ = ["StepProgram"]
 
@@ -38,8 +40,9 @@ _KIND_WORDS = struct.Struct(f"{1 + KINDS}Q")
 
 
 class _Made(NamedTuple):
-    """A program and what it does after its commit; of what it is made, its own words, and the number of the first
-    instruction that fills the account. A program stops after its commit if a sum of gradients was not finite."""
+    """A program and what it does after its commit; of what it is made, its own words, the number of the first
+    instruction that fills the account, its commit, and where in the page of a mailbox a mark has the places of sparse
+    gradients. A program stops after its commit if a sum of gradients was not finite."""
 
     program: Program
     end: Program
@@ -47,6 +50,7 @@ class _Made(NamedTuple):
     words: memoryview
     copies: int
     prepared: Prepared | None
+    places: slice
 
 
 class StepProgram:
@@ -109,21 +113,26 @@ class StepProgram:
         boxes = [box for peer in step.workers if (box := self._mailboxes.box(peer)) is not None]
         numbers: list[int] = []
         for peer, each in zip(step.workers, step.returns, strict=True):
-            if (base := bases[peer].find(each.series, each.lookahead, each.notes, each.count, each.name)) is not None:
+            base = bases[peer].find(each.series, each.lookahead, each.notes, each.count, each.name)
+            if base is not None and base.name == each.name:  # the bytes of its marks have the same places
                 numbers.append(base.run[0])
         if not len(boxes) == len(numbers) == len(step.workers):
             return True
         prepared = None
         if step.commit is not None and (prepared := self._runner.prepare(step.commit)) is None:
             return False
+        first = BODY + 2 + bool(step.returns[0].name)
+        places = slice(first, first + PLACE_WORDS * (0 if prepared is None else prepared.tables))
+        if (places.stop - BODY - 1) * 8 > MARK_NBYTES or (step.commit is not None and not _meet(step, step.commit)):
+            return False
         if boxes != self._boxes:
             self._programs.clear()
         self._boxes, self._peers = boxes, step.workers
         variables = () if step.commit is None else [getattr(each, "variables", ()) for each in step.commit.operations]
-        made_of = (prepared, variables, step.is_of_series)
+        made_of = (prepared, variables, step.is_of_series, places)
         made = self._programs.get(step.kind)
         if made is None or made.of != made_of:
-            made = self._programs[step.kind] = self._made(step, prepared, made_of)
+            made = self._programs[step.kind] = self._made(step, prepared, places, made_of)
         made.words[_NUMBER] = self._account.number
         for replica, number in enumerate(numbers):
             made.words[_OF_WORKER * replica + _HEAD + _BASE] = number
@@ -133,7 +142,7 @@ class StepProgram:
         """Let the marks be mail again. Nothing happens if none are looked for."""
         self._mailboxes.stop_attending()
 
-    def _made(self, step: NextStep, prepared: Prepared | None, made_of: tuple[object, ...]) -> _Made:
+    def _made(self, step: NextStep, prepared: Prepared | None, places: slice, made_of: tuple[object, ...]) -> _Made:
         boxes = self._boxes
         words = np.zeros(_HEAD + _OF_WORKER * len(boxes), np.uint64)
         address = words.__array_interface__["data"][0]
@@ -159,7 +168,8 @@ class StepProgram:
             for box, first in zip(boxes, own, strict=True):
                 end.append((Op.MOVE, box.address(MARK, is_incoming=False), first + 8 * _END, 0))
         kept = [words, self._account, prepared, *boxes]
-        return _Made(Program([*instructions, *end], kept), Program(end, kept), made_of, words.data, copies, prepared)
+        program, ended = Program([*instructions, *end], kept), Program(end, kept)
+        return _Made(program, ended, made_of, words.data, copies, prepared, places)
 
     def _set(self, made: _Made, step: NextStep) -> None:
         """Set what changes from one step to the next."""
@@ -200,6 +210,11 @@ class StepProgram:
             if not self.is_ready:
                 return True
         made, step = self._ready
+        if made.prepared is not None and made.prepared.tables:
+            places = [box.incoming.words[made.places].tolist() for box in self._boxes]
+            if not made.prepared.take(places):
+                self.stop()
+                return True
         is_done = made.program.run()
         if not is_done and step.commit is not None:
             number = self._boxes[0].incoming.words[BODY + 2]  # as in marks.returned, where there is a name
@@ -223,3 +238,13 @@ class StepProgram:
 def _nothing() -> bool:
     """What is done at a look for mail while the engine hears of a step."""
     return False
+
+
+def _meet(step: NextStep, commit: Commit) -> bool:
+    """Whether the commit has the sparse gradients in the order in which the marks of the step have their places."""
+    rows = [rows for each in commit.operations if isinstance(each, Apply) for u in each.updates for rows in u.sparse]
+    for replica, returned in enumerate(step.returns):
+        brought = [each.values for each in sparse_of(returned.notes)]
+        if [id(each.gradients[replica][0]) for each in rows] != list(map(id, brought)):
+            return False
+    return True

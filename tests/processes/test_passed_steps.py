@@ -30,11 +30,13 @@ def trained(
 ) -> tuple[list[Any], list[bytes]]:
     """Every result, and what all variables and slots hold in the end. ``lookaheads``: None stands for single runs.
     ``max_norm`` bounds the norm of all gradients, ``bounds`` are those of one optimizer. ``turns`` says by letters what
-    the steps do in turns: train all variables, train others, evaluate."""
+    the steps do in turns: train all variables, train others, train rows of tables, evaluate."""
     with strategy.scope():
         weights = cs.Variable(np.linspace(-1, 1, 300, dtype=np.float32), name="weights")
         others = [cs.Variable(np.ones(n, np.float64), name=f"v{n}") for n in (3, 40)]
+        tables = [cs.Variable(np.ones((n, 8), np.float32), name=f"t{n}", sparse=True) for n in (50, 9) if "r" in turns]
         sgd, adam = cs.optimizers.SGD(0.1, momentum=0.5), cs.optimizers.Adam(0.01, **bounds)
+        adagrad = cs.optimizers.Adagrad(0.1)
 
     def step(k: Any) -> float:
         number, replica = int(np.ravel(k)[0]), int(cs.get_replica_context().replica_id_in_sync_group)  # type: ignore[union-attr]
@@ -46,6 +48,14 @@ def trained(
             gradient[...] = np.asarray(others[1])[:3] * (replica + 1) - number
             sgd.apply_gradients([(gradient, others[0])])
             return float(gradient[1])
+        if what == "r":
+            named = []
+            for table in tables:
+                rows = np.arange(3 + number % 4 + replica) ** 2 % table.shape[0]  # some twice
+                found = cs.nn.embedding_lookup(table, rows)
+                named.append((cs.IndexedSlices(found * (replica + 1) + number, rows), table))
+            adagrad.apply_gradients(named)
+            return float(found[0, 0]) + replica
         gradients = cs.gradient_buffers([weights, *others])
         for gradient, variable in zip(gradients, [weights, *others], strict=True):
             gradient[...] = np.asarray(variable) * (replica + 1) + number
@@ -66,9 +76,10 @@ def trained(
             data = strategy.experimental_distribute_dataset(elements)
             results = list(strategy.run_steps(step, data, lookahead=lookahead))
         said += [[float(each) for each in strategy.experimental_local_results(result)] for result in results]
-    values = [np.asarray(v.numpy()).tobytes() for v in (weights, *others)]
+    values = [np.asarray(v.numpy()).tobytes() for v in (weights, *others, *tables)]
     slots = [(sgd, weights, "momentum"), *((adam, v, slot) for v in others for slot in ("m", "v"))]
     slots += [(sgd, others[0], "momentum")] * ("o" in turns)
+    slots += [(adagrad, table, "accumulator") for table in tables]
     return said, [*values, *(np.asarray(each.get_slot(v, slot)).tobytes() for each, v, slot in slots)]
 
 
@@ -130,9 +141,23 @@ def test_a_server_is_killed_within_steps_of_several_kinds(
     disturbed(items, tmp_path, monkeypatch, lookaheads * (8 // len(lookaheads)), turns=turns)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("lookahead", "turns"),
+    [(2, "r"), *[pytest.param(*each, marks=pytest.mark.slow) for each in ((None, "r"), (2, "rt"))]],
+)
+def test_a_server_is_killed_within_steps_with_rows(
+    lookahead: Any, turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [f"server.pass=kill@{number}" for number in (8, 11, 12, 14, 15, 16, 18, 40)]
+    disturbed(items, tmp_path, monkeypatch, [lookahead] * 8, turns=turns)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("lookahead", "turns"), [(None, "t"), (2, "t"), (None, "teo"), (2, "teo")])
+@pytest.mark.parametrize(
+    ("lookahead", "turns"), [(None, "t"), (2, "t"), (None, "teo"), (2, "teo"), (None, "r"), (2, "r"), (2, "tre")]
+)
 def test_a_server_is_killed_after_every_instruction(
     lookahead: Any, turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +168,7 @@ def test_a_server_is_killed_after_every_instruction(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("lookahead", "turns"), [(None, "t"), (1, "t"), (None, "eto"), (1, "eto")])
+@pytest.mark.parametrize(("lookahead", "turns"), [(None, "t"), (1, "t"), (None, "eto"), (1, "eto"), (1, "r")])
 def test_workers_and_the_server_are_killed_within_a_step(
     lookahead: Any, turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

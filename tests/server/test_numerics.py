@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.server.compute.test_executor import Bytes
 
-from cs_proto.arrays import Location
+from cs_proto.arrays import Array, Location
 from cs_proto.messages import Counters, ReplicaStatistics, Return, Value, Variable, VariableSpec
 from cs_server.events import Apply, Commit, Dense, Rows, Update
 from cs_server.numerics import Numerics
@@ -145,7 +145,8 @@ def test_a_step_that_nobody_has_named_is_left_out(said: Any) -> None:
 def test_rows_are_left_to_the_workers(said: Any) -> None:
     world = World()
     world.memory.segments["g0"][0] = np.nan
-    rows = Rows("float32", 0, (2, 3), "w", (), ())
+    gone = Array("float32", (2, 3), Location("gone", 0)), Array("int64", (2,), Location("gone", 64))
+    rows = Rows("float32", 0, (2, 3), "w", (), (gone, gone))  # in a commit by a program they lie elsewhere by now
     update = Update("sgd", (("learning_rate", 1.0),), 1, (), (rows,))
     world.numerics.look(Commit(1, (Apply((update,), (1,), watched="train.py:9"),)))
     assert said() == []

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cs_proto import marks
-from cs_proto.messages import Mailbox, Return, Value
+from cs_proto import marks, records
+from cs_proto.arrays import Array, Location
+from cs_proto.frozen import with_changes
+from cs_proto.messages import ApplyPoint, Mailbox, OptimizerUpdate, Return, SparseGradient, Value
 from cs_runtime.transport.mailboxes import Mailboxes
 from cs_runtime.transport.rings import BODY, HEAD, NBYTES, Mark, next_mark
 from cs_server.compute.programs import Instruction, Op
 from cs_server.engine.step_plans import NextStep
 from cs_server.engine.store.account import KINDS, Account, account_nbytes
-from cs_server.events import Commit
+from cs_server.events import Apply, Commit, Rows, Update
 from cs_server.step_program import StepProgram
 
 PEERS = (b"w0.1.x", b"w1.1.y")
@@ -37,6 +39,9 @@ class Runner:
         #: The commits that were prepared, and those of which only the numbers were set.
         self.prepared: list[Commit] = []
         self.numbered: list[object] = []
+        self.tables = 0
+        self.taken: list[list[list[int]]] = []
+        self.can_take = True
 
     def prepare(self, command: Commit) -> Runner | None:
         self.prepared.append(command)
@@ -44,6 +49,10 @@ class Runner:
 
     def set_numbers(self, operations: object) -> None:
         self.numbered.append(operations)
+
+    def take(self, places: list[list[int]]) -> bool:
+        self.taken.append(places)
+        return self.can_take
 
     def set_ticket(self, ticket: int) -> None:
         self.tickets.append(ticket)
@@ -199,6 +208,92 @@ def test_steps_of_another_kind_are_carried_out_when_their_marks_are_there(world:
         assert world.account.bodies(run) == [marks.marked(base, b"")] * 2
         assert world.runner.tickets[-1] == run + 100 + 3 - base
         assert [world.heard(replica) for replica in (0, 1)] == [Mark(run, b"")] * 2
+
+
+def rows_of(replica: int, place: marks.Place) -> ApplyPoint:
+    """The gradient of rows of variable 1 that lie there."""
+    arena = f"arena/{replica}"
+    values = Array("float32", (place.rows, 4), Location(arena, place.values))
+    gradient = SparseGradient(1, values, Array("int64", (place.rows,), Location(arena, place.indices)))
+    return ApplyPoint(0, "", (OptimizerUpdate(1, 1, (), (gradient,)),), 0)
+
+
+def with_rows(world: World, run: int, name: str = "") -> NextStep:
+    """The step of a run whose replicas bring rows; each worker has a base of that."""
+    place, gradients, returns = marks.Place(3, 64, 128), [], []
+    for replica, peer in enumerate(PEERS):
+        returned = Return((3,), replica, 1, (rows_of(replica, place),), 1, Value(b"", ()), None, name=name)
+        assert world.bases[peer].keep(returned)
+        (gradient,) = marks.sparse_of(returned.notes)
+        gradients.append((gradient.values, gradient.indices))
+        returns.append(returned)
+    table = Rows("float32", 0, (9, 4), "w", (), tuple(gradients))
+    commit = Commit(run + 100, (Apply((Update("sgd", (), 1, (), (table,)),)),))
+    world.runner.tables = 1
+    return with_changes(world.next_step(run), returns=tuple(returns), commit=commit)
+
+
+@pytest.mark.parametrize("can_take", [True, False])
+def test_the_marks_say_where_rows_lie(world: World, can_take: bool) -> None:
+    world.runner.can_take = can_take
+    assert world.program.prepare(with_rows(world, 4), world.bases)
+    bodies = [marks.marked(3, b"value", None, [marks.Place(replica, 192, 256)]) for replica in range(2)]
+    for replica in range(2):
+        assert world.workers[replica].mark("server", 4, bodies[replica])
+    mail = sorted(world.mail())
+    assert world.runner.taken == [[[0, 192, 256], [1, 192, 256]]]
+    assert (world.done, world.account.begun, world.runner.commits[0]) == (can_take,) * 3
+    if can_take:
+        assert mail == []
+        assert world.account.bodies(4) == bodies
+    else:  # the engine hears them
+        assert mail == [(peer, Mark(4, body)) for peer, body in zip(PEERS, bodies, strict=True)]
+
+
+def test_each_step_has_rows_of_its_own(world: World) -> None:
+    """Also if only the numbers of its commit are set. After something else everything is found again."""
+    alike, prepared = with_rows(world, 4), 0
+    for run in range(4, 12):
+        if run in (4, 8):
+            world.program.stop()
+            alike, prepared = with_rows(world, run), prepared + 1
+        commit = Commit(run + 100, () if alike.commit is None else alike.commit.operations)
+        step = with_changes(alike, run=run, commit=commit)
+        if run in (4, 8):
+            assert world.program.prepare(step, world.bases)
+        places = [marks.Place(run + replica, 64 * run, 128 * run) for replica in range(2)]
+        later = with_changes(step, run=run + 1)
+        world.program._on_done = lambda later=later: world.program.prepare(later, world.bases)
+        for replica in range(2):
+            body = marks.marked(3, b"value", None, [places[replica]])
+            assert world.workers[replica].mark("server", run, body)
+        assert world.mail() == []
+        assert world.runner.taken[-1] == [list(place) for place in places]
+        assert (len(world.runner.taken), world.runner.commits[0]) == (run - 3, run - 3)
+        assert len(world.runner.prepared) == prepared
+    assert len(world.runner.numbered) == 8
+
+
+def test_marks_of_steps_with_names_have_the_places_of_rows_behind_the_number_of_the_step(world: World) -> None:
+    """Also if a step of the same kind without a name was carried out before."""
+    for run, name in ((4, ""), (5, "train"), (6, "")):
+        assert world.program.prepare(with_rows(world, run, name), world.bases)
+        place = marks.Place(run, 192, 256)
+        for replica in range(2):
+            body = marks.marked(3, b"value", 77 if name else None, [place])
+            assert world.workers[replica].mark("server", run, body)
+        assert world.mail() == []
+        assert world.runner.taken[-1] == [list(place)] * 2
+
+
+def test_rows_in_another_order_than_the_marks_have_them_are_refused(world: World) -> None:
+    step = with_rows(world, 4)
+    assert step.commit is not None
+    copied = [
+        records.altered(record, notes=(rows_of(n, marks.Place(3, 64, 128)),)) for n, record in enumerate(step.returns)
+    ]
+    assert not world.program.prepare(with_changes(step, returns=tuple(copied)), world.bases)
+    assert not world.program.is_ready
 
 
 def test_workers_that_name_bases_of_several_kinds_are_heard(world: World) -> None:

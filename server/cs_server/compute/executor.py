@@ -79,7 +79,7 @@ class Executor:
         self._norms: dict[tuple[tuple[tuple[tuple[Dense, ...], int], ...], Kinds, bool, int], Norms] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
-        self._prepared = PreparedCommits(self._undo, self._arrays)
+        self._prepared = PreparedCommits(self._undo, self._arrays, self._table, memory)
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
 
     def compute(self, command: Compute) -> tuple[Array, ...]:
@@ -129,7 +129,7 @@ class Executor:
 
     def prepare(self, operations: Sequence[Apply | Write | Fill]) -> Prepared | None:
         """What `commit` would do with these operations, as instructions of a program, with the numbers of this step;
-        None if they are not all updates of dense variables by compiled kernels.
+        None if they are not all updates by compiled kernels that `prepared` knows.
 
         For operations on the same places it returns the same object, with their numbers: so a program of it must have
         run before. After many others it makes another one, of which the program must be made anew.

@@ -216,8 +216,10 @@ class BoundRows:
         self._rule, self._kernel, self._shape = rule, kernel, parameters.shape
         self._written = (parameters.reshape(-1), *(slot.reshape(-1) for slot in slots))
         self._spans = _written(rule, self._written[0], self._written[1:], len(parameters))
-        self._shares: dict[int, _Share] = {}
+        self._shares: dict[int, RowsShare] = {}
         self._gradients: Sequence[tuple[Array, Array]] = ()
+        #: Of each replica where the values and the indices of the next update begin, and how many rows there are.
+        self.where = np.zeros((3, 0), np.int64)
 
     def take(self, gradients: Sequence[tuple[Array, Array]]) -> None:
         """What the next update is made of: of each replica (values [k, width], int64 indices [k]), both contiguous.
@@ -242,29 +244,40 @@ class BoundRows:
             read.append((value, index, len(indices)))
         if not read:
             raise InvalidArgumentError(f"{self._rule.name} needs the gradient of at least one replica")
-        self._where, self._gradients = np.array(read, np.int64).T.copy(), gradients
+        self.where, self._gradients = np.array(read, np.int64).T.copy(), gradients
 
     def apply(self, share: int, shares: int, lane: Lane, hyperparameters: Hyperparameters, t: int) -> None:
         """Do one of the ``shares`` of the rule's t-th update, from 0: each row falls to one of them, and several
         threads may do them at once."""
-        total, dtype = int(self._where[2].sum()), self._written[0].dtype
+        total = int(self.where[2].sum())
         known = self._shares.pop(share, None)
         if known is None or not known.fits(lane, len(self._gradients), total):
-            known = _Share(lane, len(self._gradients), total)
-            partial = () if self._rule.row is None else (np.empty(MEAN_LANES, dtype),)
-            known.numbers = np.zeros(self._rule.count_of_numbers, dtype)
-            known.update = _bound(self._kernel, known.numbers, self._written, lane, *known.arrays, *partial)
-        known.where[:] = self._where
-        known.place[:] = share, shares, *self._shape
-        known.numbers[:] = scalars(self._rule, hyperparameters, t, dtype)
+            known = self.share(lane, len(self._gradients), total)
+        known.where[:] = self.where
+        self.set(known, share, shares, hyperparameters, t)
         known.update()
         if known.nbytes <= KEPT_SHARE_NBYTES:
             self._shares[share] = known
 
+    def share(self, lane: Lane, replicas: int, room: int) -> "RowsShare":
+        """What a lane needs for a share of updates in which the replicas name up to ``room`` rows together."""
+        made, dtype = RowsShare(lane, replicas, room), self._written[0].dtype
+        partial = () if self._rule.row is None else (np.empty(MEAN_LANES, dtype),)
+        made.numbers = np.zeros(self._rule.count_of_numbers, dtype)
+        made.update = _bound(self._kernel, made.numbers, self._written, lane, *made.arrays, *partial)
+        return made
 
-class _Share:
+    def set(self, share: "RowsShare", which: int, shares: int, hyperparameters: Hyperparameters, t: int) -> None:
+        """Let the next update of a share be that of this number in the rule's t-th update."""
+        share.place[:] = which, shares, *self._shape
+        share.numbers[:] = scalars(self._rule, hyperparameters, t, self._written[0].dtype)
+
+
+class RowsShare:
     """The memory that a lane needs to find the rows of its share, and its kernel over that."""
 
+    #: Of each replica where the values and the indices begin, and how many rows there are: int64 [3, replicas].
+    where: Array
     numbers: Array
     update: object_loader.Bound
 

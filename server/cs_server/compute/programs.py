@@ -91,6 +91,11 @@ class Program:
         self._bound = compiled()(table)
         self._bound.keep([*keep, table])
 
+    @property
+    def call(self) -> tuple[int, int]:
+        """The addresses of the function and of its words, as a helper is handed them."""
+        return self._bound.call
+
     def run(self) -> bool:
         """Carry out the instructions; False if an EQUAL ended the program. Raises RuntimeError if a kernel fails.
 

@@ -24,7 +24,7 @@ from cs_server.rules import Array, Rule, grow, move, squares
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 
-__all__ = ["Merged", "Table", "merge", "weighted", "write_rows"]
+__all__ = ["Merged", "Table", "aligned", "is_little", "merge", "shares_for", "weighted", "write_rows"]
 
 #: Elements of one piece: even with three slots, all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
@@ -51,7 +51,7 @@ def merge(gradients: Sequence[tuple[Array, Array]], height: int, width: int) -> 
     ``values`` [k, ...] have ``width`` elements a row and one dtype, ``indices`` are int64 [k]. The replicas have
     checked that they lie in [0, height); any other row is skipped, because a commit cannot fail.
     """
-    inside = [_inside(values, indices, height) for values, indices in _aligned(gradients, width)]
+    inside = [_inside(values, indices, height) for values, indices in aligned(gradients, width)]
     values, named = [values for values, _ in inside], [indices for _, indices in inside]
     kernel = merge_kernel(values[0].dtype)
     if kernel is None:
@@ -96,6 +96,16 @@ def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float])
     return found
 
 
+def is_little(elements: int) -> bool:
+    """Whether gradients with so many elements are too few for several threads."""
+    return elements < 2 * _PIECE
+
+
+def shares_for(elements: int, lanes: int) -> int:
+    """Among how many of the lanes the rows are shared that gradients with so many elements name."""
+    return max(1, min(lanes, elements // _PIECE))
+
+
 class Table:
     """Parameters and slots, contiguous, of one dtype and shape [height, width], and updates of them. The slot of a rule
     with one number for each row has the shape [height]."""
@@ -134,19 +144,20 @@ class Table:
 
     def fits_one(self, gradients: Sequence[tuple[Array, Array]], hyperparameters: Hyperparameters) -> bool:
         """Whether the update has too little to do for several threads, and goes by :meth:`apply_in`."""
-        return (
-            sum(values.size for values, _ in gradients) < 2 * _PIECE
-            and self._parameters.size > 0
-            and self._rule.moving(hyperparameters) == "rows"
-            and self._bound is not None
-        )
+        elements = sum(values.size for values, _ in gradients)
+        return is_little(elements) and self.bound_rows(hyperparameters) is not None
+
+    def bound_rows(self, hyperparameters: Hyperparameters) -> BoundRows | None:
+        """What updates the named rows by compiled code alone, if the rule changes no others."""
+        goes_by_rows = self._parameters.size > 0 and self._rule.moving(hyperparameters) == "rows"
+        return self._bound if goes_by_rows else None
 
     def apply_in(
         self, lane: Lane, gradients: Sequence[tuple[Array, Array]], hyperparameters: Hyperparameters, t: int
     ) -> None:
         """The same as :meth:`apply`, by one lane of a phase. Several tables may be updated so at once."""
         assert self._bound is not None
-        self._bound.take(_aligned(gradients, self._parameters.shape[1]))
+        self._bound.take(aligned(gradients, self._parameters.shape[1]))
         self._bound.apply(0, 1, lane, hyperparameters, t)
 
     def squares(self, sums: Array, rows: Array, hyperparameters: Hyperparameters, t: int) -> tuple[float, float]:
@@ -176,9 +187,9 @@ class Table:
         phase: Phase,
         lanes: int,
     ) -> None:
-        aligned = _aligned(gradients, self._parameters.shape[1])
-        bound.take(aligned)
-        count = max(1, min(lanes, sum(values.size for values, _ in aligned) // _PIECE))
+        taken = aligned(gradients, self._parameters.shape[1])
+        bound.take(taken)
+        count = shares_for(sum(values.size for values, _ in taken), lanes)
 
         def named(shares: Sequence[int], lane: Lane) -> None:
             for share in shares:  # at most one, and the kernel goes through its pieces itself
@@ -307,7 +318,7 @@ def _inside(values: Array, indices: Array, height: int) -> tuple[Array, Array]:
     return values[kept], indices[kept]
 
 
-def _aligned(gradients: Sequence[tuple[Array, Array]], width: int) -> list[tuple[Array, Array]]:
+def aligned(gradients: Sequence[tuple[Array, Array]], width: int) -> list[tuple[Array, Array]]:
     """Values as [k, width], and both arrays in the form that compiled code reads."""
     return [
         (

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from cs_proto import marks
 from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError
 from cs_proto.messages import (
@@ -453,7 +452,7 @@ class CapturedSteps:
         step, plan, self._applied = self._next
         self._note_step(plan.kind, plan.returns[0], step.run, now)
         self._tickets += bool(plan.kind.commits)
-        values = tuple(map(marks.value_of, plan.returns, self._account.bodies(step.run)))
+        values = plan.values(self._account.bodies(step.run))
         return [Send(ground.controller, RunFinished((step.run,), values, None, plan.kind.commits))]
 
     def _note_step(self, kind: Kind, returned: Return, run: int, began: float) -> None:

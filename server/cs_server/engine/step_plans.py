@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from cs_proto import marks
 from cs_proto.codec import MARK_NBYTES
 from cs_proto.frozen import frozen, with_changes
-from cs_proto.messages import Optimizer, Return
+from cs_proto.messages import Optimizer, Return, Value
 from cs_proto.records import altered
 from cs_server.events import Apply, Commit
 
@@ -29,7 +30,7 @@ class NextStep:
     #: The number of its kind, and how many steps of each kind there are with it, as the account has them.
     kind: int
     counts: Sequence[int]
-    #: Returns that differ from those of the step at most in run and value, by replica.
+    #: Returns that differ from those of the step at most in run, value and the places of rows, by replica.
     returns: tuple[Return, ...]
     #: Whether the workers wait for the mark of its end.
     is_of_series: bool
@@ -42,21 +43,26 @@ class NextStep:
 
 class Plan:
     """The Returns of the last captured step of a kind, by replica. A program may carry out steps that differ from it
-    only in runs and values."""
+    only in runs, values, and the places of the rows of sparse gradients."""
 
     def __init__(self, kind: Kind, returns: Sequence[Return], nbytes: int) -> None:
         """``nbytes``: the most that such steps bring to the store."""
         self.kind, self.returns, self.nbytes = kind, tuple(returns), nbytes
         #: As in a step of it. Another object once commits differ in more than numbers.
         self.alike = object()
+        self._values_at = [marks.value_at(record) for record in returns]
         self._points: list[Any] = list(zip(*[record.notes for record in returns], strict=True))
         # Of the commits so far, and of each update the optimizer and what its variables have been updated more.
         self._operations: list[Apply] = []
         self._made_of: list[tuple[Optimizer, tuple[int, ...]]] = []
 
+    def values(self, bodies: Sequence[bytes]) -> tuple[Value, ...]:
+        """What the replicas return in such a step, of which these are the bytes of their marks."""
+        return tuple([Value(body[at:], ()) for body, at in zip(bodies, self._values_at, strict=True)])
+
     def commit_after(self, server: State, applied: defaultdict[int, int], ticket: int) -> Commit | None:
-        """The commit of the next such step. ``applied`` has the steps of each variable set that the tables do not count
-        yet; the new ones are added."""
+        """The commit of the next such step; the gradients of tables lie in it where those of the plan do. ``applied``
+        has the steps of each variable set that the tables do not count yet; the new ones are added."""
         if not self._points:
             return None
         sets, optimizers = server.tables.sets, server.tables.optimizers
@@ -121,10 +127,11 @@ class Plans:
         return self._plans.get(self._followers.get(after.number, after.number))
 
     def alike(self, base: Return) -> Plan | None:
-        """The plan of the steps in which the first replica returns what ``base`` has, but for run and value."""
+        """The plan of the steps in which the first replica returns what ``base`` has, but for run, value and places."""
         for plan in self._plans.values():
             first = plan.returns[0]
-            if altered(first, run=base.run, value=base.value) == base:
+            is_like = altered(first, run=base.run, value=base.value, notes=()) == altered(base, notes=())
+            if is_like and marks.are_alike(first.notes, base.notes):
                 return plan
         return None
 

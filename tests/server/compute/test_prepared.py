@@ -4,6 +4,8 @@ next server ends the commit with the same bits."""
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,12 +25,14 @@ from tests.server.compute.test_undo import (
     dense,
     moved,
     sparse,
+    tables,
 )
 
-from cs_proto.arrays import array_of
+from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
 from cs_server.compute import kernels, norms, plans, prepared
+from cs_server.compute import sparse as sparse_updates
 from cs_server.compute.executor import Executor
 from cs_server.compute.object_loader import Bound
 from cs_server.compute.prepared import Prepared
@@ -37,6 +41,7 @@ from cs_server.compute.undo import UNDO_NBYTES, used_nbytes
 from cs_server.events import Apply, Commit, Dense, Fill, Update, Write
 from cs_server.rules import RULES, Rule
 
+LAZY = tuple((GIVEN | {"lazy": 1.0}).items())
 COMPILED = [rule.name for rule in RULES.values() if rule.is_compiled and rule.row is None and rule.direction is None]
 
 
@@ -46,6 +51,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(plans, "_ELEMENTS_PER_CUT", 4)
     monkeypatch.setattr(kernels, "KEPT_BLOCK_NBYTES", SMALL)
+    monkeypatch.setattr(sparse_updates, "_PIECE", 16)
 
 
 class Twins:
@@ -161,6 +167,159 @@ BOUNDS = {
 }
 
 
+def rows(rule: str, dtype: str, width: int) -> tuple[Bytes, tuple[Operation, ...]]:
+    return sparse(rule, dtype, width, {"lazy": 1.0})
+
+
+def mixed() -> tuple[Bytes, tuple[Operation, ...]]:
+    """Small and large tables, dense variables between them, and a table in an operation of its own."""
+    memory, (together,) = tables()
+    dense_memory, (apply,) = dense("adam", "float32")
+    other_memory, (other,) = rows("rowwise_adagrad", "float64", 5)
+    assert isinstance(together, Apply)
+    assert isinstance(apply, Apply)
+    assert isinstance(other, Apply)
+    memory.segments |= {f"dense_{name}": segment for name, segment in dense_memory.segments.items()}
+    memory.segments |= {f"other_{name}": segment for name, segment in other_memory.segments.items()}
+    first = Apply((*together.updates, *moved(apply, "dense_").updates))
+    return memory, (first, moved(other, "other_"))
+
+
+TABLES: dict[str, Callable[[], tuple[Bytes, tuple[Operation, ...]]]] = {
+    "adagrad": lambda: rows("adagrad", "float32", 5),
+    "adam, with wide rows": lambda: rows("adam", "float64", 40),
+    "sgd": lambda: rows("sgd", "float32", 3),
+    "by row": lambda: rows("rowwise_adagrad", "float32", 40),
+    "mixed": mixed,
+}
+
+
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("which", TABLES)
+def test_rows_of_tables(which: str, threads: int) -> None:
+    twins = Twins(TABLES[which], threads=threads)
+    first = twins.step()
+    assert first.tables == (5 if which == "mixed" else 1)
+    assert Op.HAND in [each[0] for each in first.instructions] or threads == 1
+    operations = next_of(twins.operations)
+    assert twins.step(operations) is first
+    assert twins.step(next_of(operations)) is first
+    twins.close()
+
+
+PLACES = [[(9, 0, 768), (6, 256, 1024)], [(0, 64, 64), (13, 320, 896)], [(16, 0, 1024), (16, 512, 768)]]
+"""Of each step and replica how many rows there are, and where the values and the indices lie."""
+
+
+def placed(places: Sequence[tuple[int, int, int]], rule: str = "adagrad") -> tuple[Bytes, tuple[Operation, ...]]:
+    """A table whose gradients lie in a segment of each replica, which holds 256 values and 100 indices."""
+    memory, (apply,) = rows(rule, "float32", 4)
+    assert isinstance(apply, Apply)
+    random, gradients = np.random.default_rng(3), []
+    for replica, (count, values, indices) in enumerate(places):
+        segment = random.standard_normal(456).astype(np.float32)
+        segment[192:392].view(np.int64)[:] = random.integers(-1, 13, 100)  # some lie outside of the table
+        memory.segments[f"arena{replica}"] = segment
+        pair = [Array("float32", (count, 4), Location(f"arena{replica}", values))]
+        pair.append(Array("int64", (count,), Location(f"arena{replica}", indices)))
+        gradients.append(tuple(pair))
+    (update,) = apply.updates
+    (part,) = update.sparse
+    part = with_changes(part, gradients=tuple(gradients))
+    return memory, (Apply((with_changes(update, sparse=(part,)),)),)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_taken_from_where_the_replicas_say(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_updates, "_PIECE", 1 << 16 if threads == 1 else 2)
+    twins = Twins(lambda: placed(PLACES[2]), threads=threads)
+    first = twins.step()
+    program = Program(first.instructions, [first])
+    for places in PLACES[:1] if threads == 3 else PLACES:
+        twins.tickets += 1
+        assert prepared_of(twins.executors[0], twins.operations) is first
+        assert first.take([list(each) for each in places])
+        first.set_ticket(twins.tickets)
+        assert program.run()
+        twins.executors[1].commit(Commit(twins.tickets, placed(places)[1]))
+        twins.check()
+    twins.close()
+
+
+def test_the_numbers_of_tables_are_those_of_the_step_wherever_its_rows_lie() -> None:
+    """What was prepared is only told of new numbers and places: of the step, and where they differ, of each table."""
+    twins = Twins(lambda: placed(PLACES[2], "adam"))
+    first = twins.step()
+    program = Program(first.instructions, [first])
+    for number, places in enumerate(PLACES, 2):
+        later = {"t": number, "hyperparameters": (*LAZY, ("learning_rate", 0.5**number))}
+        counts = (5 * number,) if number > 2 else ()
+        twins.tickets += 1
+        first.set_numbers(changed(twins.operations, **later, counts=counts))
+        assert first.take([list(each) for each in places])
+        first.set_ticket(twins.tickets)
+        assert program.run()
+        operations = changed(placed(places, "adam")[1], **later, counts=counts)
+        twins.executors[1].commit(Commit(twins.tickets, operations))
+        twins.check()
+    twins.close()
+
+
+def test_rows_are_taken_from_memory_that_was_mapped_anew_since() -> None:
+    """Another commit may make the server map more of a segment. The memory that this one reads stays, even if it was
+    prepared with copies of gradients that kernels cannot read."""
+    memory, operations = placed([(16, 2, 1028), (16, 514, 772)])
+    arithmetic = Executor(memory, 1)
+    first = prepared_of(arithmetic, operations)
+    mapped = [weakref.ref(memory.segments[f"arena{replica}"]) for replica in range(2)]
+    memory.segments |= {f"arena{replica}": np.zeros(999, np.float32) for replica in range(2)}
+    del operations
+    gc.collect()
+    assert all(each() is not None for each in mapped)
+    assert first.take([[9, 0, 768], [6, 256, 1024]])
+    arithmetic.close()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (9, 8, 768),  # values and indices begin where no kernel reads them
+        (9, 0, 776),
+        (9, 1824 - 128, 768),  # they end behind the segment
+        (9, 0, 1824 - 64),
+        (1 << 61, 0, 768),
+        (9, 1 << 61, 768),
+        (1024, 0, 0),  # too many rows in all
+    ],
+)
+def test_rows_that_lie_where_they_may_not_are_not_taken(place: tuple[int, int, int]) -> None:
+    _, operations = placed(PLACES[2])
+    memory, _ = placed(PLACES[2])
+    memory.segments |= {f"arena{replica}": np.zeros(456, np.float32) for replica in range(2)}
+    if place[0] == 1024:
+        memory.segments |= {f"arena{replica}": np.zeros(1 << 14, np.float32) for replica in range(2)}
+    first = prepared_of(Executor(memory, 1), operations)
+    assert first.take([[16, 0, 1024], [16, 512, 768]])
+    assert not first.take([[16, 0, 1024], list(place)])
+    assert not first.take([list(place), [16, 0, 1024]])
+
+
+def test_more_rows_than_one_lane_updates_need_another_commit() -> None:
+    _, operations = placed(PLACES[0])
+    memory, _ = placed(PLACES[0])
+    arithmetic = Executor(memory, 3)
+    first = prepared_of(arithmetic, operations)
+    assert first.take([[9, 0, 768], [6, 256, 1024]])
+    assert not first.take([[4, 0, 768], [3, 256, 1024]])  # so few are updated beside those of other tables
+    assert not first.take([[4, 0, 768], [7, 256, 1024]])  # and these by fewer lanes
+    assert prepared_of(arithmetic, operations) is first
+    others = prepared_of(arithmetic, placed([(4, 0, 768), (3, 256, 1024)])[1])
+    assert others is not first
+    assert others.take([[4, 0, 768], [3, 256, 1024]])
+    arithmetic.close()
+
+
 @pytest.mark.usefixtures("spread")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("value", [None, np.nan, np.inf])
@@ -257,6 +416,9 @@ def test_what_is_not_prepared() -> None:
     assert isinstance(first, Apply)
     add = Write(at("w", 40, np.empty(7, np.float32)), "assign_add", None, (array_of(np.ones(7, np.float32)),))
     assert isinstance(rows, Apply)
+    lazy = with_changes(rows, updates=(with_changes(rows.updates[0], hyperparameters=LAZY),))
+    (part,) = rows.updates[0].sparse
+    many = Array("float32", (1 << 15, 5), Location("w", 0)), Array("int64", (1 << 15,), Location("w", 0))
     of_halves = Dense("float16", ((0, 200),), "half", ("m_half", "v_half"), ("g_half",))
     for not_prepared in (
         (add,),
@@ -264,7 +426,13 @@ def test_what_is_not_prepared() -> None:
         (Fill("w", "float32", 0, 3, 0.5), first),
         (with_changes(first, global_clipnorm=1.0), rows),
         changed(operations, sparse=rows.updates[0].sparse),
-        (first, rows),
+        (first, rows),  # Adam moves all rows
+        (with_changes(lazy, global_clipnorm=1.0),),
+        (with_changes(lazy, weights=(0.5, 1.0)),),
+        changed((lazy,), factor=0.5),
+        changed((lazy,), hyperparameters=(*lazy.updates[0].hyperparameters, ("clipnorm", 1.0))),
+        changed((lazy,), sparse=(with_changes(part, gradients=(part.gradients[0], (part.gradients[1][0], None))),)),
+        changed((lazy,), sparse=(with_changes(part, gradients=(many, many)),)),
         changed(operations, rule="lamb"),
         changed(operations, dense=(of_halves,)),
         power,
@@ -272,6 +440,9 @@ def test_what_is_not_prepared() -> None:
         assert arithmetic.prepare(not_prepared) is None
         assert arithmetic.prepare(not_prepared) is None
     assert arithmetic.prepare(operations) is not None
+    for _ in range(2):
+        assert arithmetic.prepare((lazy,)) is not None
+        assert arithmetic.prepare((rows,)) is None  # the same, but for a number that may be set between two steps
 
 
 def test_only_more_elements_than_one_lane_takes_are_spread() -> None:
@@ -350,7 +521,17 @@ def run_until(server: Server, command: Commit, left: int | None) -> int:
 # Every eighth event, and in the slow tests the others.
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 8))])
 @pytest.mark.parametrize("elements_of_one_lane", [1 << 19, 0])
-@pytest.mark.parametrize("make", [lambda: dense("adam", "float32"), lambda: dense("sgd", "float64"), several, bounded])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dense("adam", "float32"),
+        lambda: dense("sgd", "float64"),
+        several,
+        bounded,
+        TABLES["adam, with wide rows"],
+        mixed,
+    ],
+)
 def test_cut_anywhere_it_is_ended_by_the_next_server(
     make: Callable[[], tuple[Bytes, tuple[Operation, ...]]],
     elements_of_one_lane: int,

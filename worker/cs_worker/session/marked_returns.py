@@ -1,8 +1,9 @@
-"""Decides which Returns are said by a mark, because they differ from an earlier one only in their run and value.
+"""Decides which Returns are said by a mark, because they differ from an earlier one only in their run, their value, and
+where the rows of their sparse gradients lie.
 
 A *base* is a Return that the server was sent in full; the last ones are kept (:class:`cs_proto.marks.Bases`). A mark
-has the number of a run, and as bytes the number of the base's run and the encoded value. It stands for the base with
-that run and that value.
+has the number of a run, and as bytes the number of the base's run, these places, and the encoded value. It stands for
+the base with that run, these places and that value.
 
 A mark overtakes messages, and takes the place of the mark before it. So a worker leaves one only if the server has
 taken all that it was sent before. Nothing says that about a single message. The worker knows it if two things hold:
@@ -74,4 +75,5 @@ class MarkedReturns:
         base = self._named = self._bases.find(run.series, run.lookahead, notes, count, run.name)
         if base is None:
             return None
-        return marks.marked(base.run[0], value.body, run.step if base.name else None)
+        step = run.step if base.name else None
+        return marks.marked(base.run[0], value.body, step, list(marks.places_of(notes)))
