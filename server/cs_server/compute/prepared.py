@@ -117,9 +117,9 @@ class _Operation:
 class Prepared:
     """A commit as instructions of a program, and the numbers of its next run.
 
-    The program changes memory as `Executor.commit` with so many threads does. Before each run, `Executor.prepare` sets
-    the numbers, and `set_ticket` the ticket. It may only begin a commit: whatever has been begun, by a program or not,
-    by this server or the one before, is continued by `Executor.commit`. ::
+    The program changes memory as `Executor.commit` with so many threads does. Before each run, `Executor.prepare` or
+    :meth:`set_numbers` sets the numbers, and `set_ticket` the ticket. It may only begin a commit: whatever has been
+    begun, by a program or not, by this server or the one before, is continued by `Executor.commit`. ::
 
         prepared = executor.prepare(operations)
         program = Program([*before, *prepared.instructions, *after], keep=[prepared])

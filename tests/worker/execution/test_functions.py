@@ -98,6 +98,17 @@ def test_the_next_controller_starts_afresh(programs: Functions) -> None:
             other.load(function, frozen=frozen, with_function=False)
 
 
+def test_a_frozen_function_that_is_forgotten_is_not_held(programs: Functions) -> None:
+    """Else a script that freezes functions without end would fill the worker's memory."""
+    sender, function, other = Sender(programs), numbered(3), numbered(4)
+    sender.load(function, frozen=True)
+    kept = sender.load(other, frozen=True)
+    programs.forget(CONTROLLER, [digest(dump_function(function, handle_id))])
+    with pytest.raises(PeerProtocolError, match="which this worker does not hold"):
+        sender.load(function, frozen=True, with_function=False)
+    assert sender.load(other, frozen=True, with_function=False) is kept
+
+
 def test_a_frozen_function_that_failed_to_load_may_load_later(programs: Functions) -> None:
     outcomes = iter([ImportError("not yet")])
 

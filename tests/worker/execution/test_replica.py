@@ -86,6 +86,27 @@ def test_the_first_apply_of_a_set_is_asked(alone: Service) -> None:
     assert (update.variable_set, update.variables) == (41, ())
 
 
+def test_one_line_brings_each_set_for_itself(alone: Service) -> None:
+    """Also when the sets have the same optimizer and as many variables, and come again in later runs."""
+    model = Model(alone, (2,), (2,))
+    variables, optimizer = model.variables, model.optimizer
+
+    def step(which: int) -> None:
+        given = [variables[which]]
+        optimizer.apply_gradients(zip(cs.gradient_buffers(given), given, strict=True))
+
+    for which in (0, 1):
+        run = alone.run(step, which)
+        alone.asked()
+        alone.answer(0, messages.Accepted(run, 0, (41 + which,)))
+        alone.returned()
+    for which in (0, 1, 1, 0):
+        alone.run(step, which)
+        (note,) = alone.returned().notes
+        assert isinstance(note, messages.ApplyPoint)
+        assert [update.variable_set for update in note.updates] == [41 + which]
+
+
 def test_a_set_that_was_freed_is_asked_again(alone: Service) -> None:
     """Applies of gradient buffers are made once, and not again in later runs."""
     model = Model(alone, (2,))
