@@ -293,7 +293,7 @@ class StandIn:
 
     def _hear_waiting(self) -> None:
         """What the supervisor said while a segment or a name was awaited: polling does not show it."""
-        while self._link.has_waiting:
+        while self._link.waiting:
             self._hear_supervisor()
 
     def _introduce(self) -> None:

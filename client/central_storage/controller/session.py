@@ -223,7 +223,7 @@ class Session:
         if self.ended is None:
             try:
                 self._hear(self.lifeline.receive_nowait())
-                while self.lifeline.has_waiting:  # what came while a mailbox was awaited
+                while self.lifeline.waiting:  # what came while a mailbox was awaited
                     self._hear(self.lifeline.receive_nowait())
             except ShutdownError as error:
                 self.end(f"{error}; {self.core.first_death()}")

@@ -214,11 +214,6 @@ class SupervisorLink:
         """Whether another supervisor may replace this one."""
         return self._run is not None
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether :attr:`waiting` has records."""
-        return bool(self.waiting)
-
     def receive_nowait(self) -> Record | None:
         """The next record, or None if none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self.waiting:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 
 import pytest
-from tests.client.cluster.test_stand_in import Gateway
-from tests.harness.processes import start
+from tests.client.cluster.test_stand_in import Gateway, waiting_service
 from tests.harness.shortages import no_descriptors
 
 from central_storage.cluster import items
@@ -63,13 +61,10 @@ class Head:
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    with tempfile.TemporaryDirectory(prefix="cs-", dir="/tmp") as parent:
-        path = f"{parent}/run"
-        with start("cs-launch", "--serve", "2", "--run-dir", path) as service:
-            service.wait_for("workers from elsewhere", stream="err")
-            made = Head(path)
-            yield made
-            made.close()
+    with waiting_service(2) as path:
+        made = Head(path)
+        yield made
+        made.close()
 
 
 def ended_for_want_of_descriptors(link: WorkerLink) -> bool:

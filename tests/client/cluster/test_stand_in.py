@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -110,14 +111,20 @@ class Gateway:
         return any(isinstance(decode(parts), kind) for item, parts in self.put if item == items.SERVER)
 
 
-@pytest.fixture
-def run_directory() -> Iterator[str]:
-    """Of a service that waits for one worker."""
+@contextmanager
+def waiting_service(workers: int) -> Iterator[str]:
+    """The run directory of a service that waits for so many workers."""
     with tempfile.TemporaryDirectory(prefix="cs-", dir="/tmp") as parent:
         path = f"{parent}/run"
-        with start("cs-launch", "--serve", "1", "--run-dir", path) as service:
+        with start("cs-launch", "--serve", str(workers), "--run-dir", path) as service:
             service.wait_for("workers from elsewhere", stream="err")
             yield path
+
+
+@pytest.fixture
+def run_directory() -> Iterator[str]:
+    with waiting_service(1) as path:
+        yield path
 
 
 def failed(error: CentralStorageError) -> None:

@@ -162,13 +162,13 @@ def test_what_comes_before_an_answer_is_kept_in_order(
 ) -> None:
     supervisor.before_next_answer += [died(0), died(1)]
     connected.make("arena/0", PAGE, "w0")
-    assert link.has_waiting
+    assert link.waiting
     assert [link.receive_nowait(), link.receive_nowait()] == [died(0), died(1)]
-    assert not link.has_waiting
+    assert not link.waiting
     assert link.receive_nowait() is None
     supervisor.tell(died(2))
     assert is_readable(link.fileno(), unit(10))
-    assert not link.has_waiting
+    assert not link.waiting
     assert link.receive_nowait() == died(2)
 
 
