@@ -18,6 +18,8 @@ from central_storage.launch.parent_death import end_with_parent
 from cs_proto.errors import LaunchError
 from cs_runtime.transport.curve import read_public, write_public
 
+from .service import remove
+
 __all__ = ["Head"]
 
 _LISTENS = re.compile(r"workers and observers on (tcp://\S+), keys in ")
@@ -108,6 +110,8 @@ class Head:
                     await asyncio.wait_for(self._process.wait(), _END_TIMEOUT)
                 except TimeoutError:
                     self._process.kill()
+                    if found := self._directories:
+                        remove([os.path.dirname(found["run"]), found["drafts"]])
                 await self._output
         finally:  # the other ranks would wait for ever
             async with self._changed:

@@ -12,12 +12,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 
 from central_storage.launch import cli
 from central_storage.launch.run_directory import place
 from cs_runtime.transport.curve import make_service_keys
 
-__all__ = ["main"]
+__all__ = ["main", "remove"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--address", required=True)
     options = parser.parse_args(arguments)
     made: list[str] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the launcher has its own
+    # The launcher heeds it while it serves. A second SIGTERM, by the death of the actor, would end the removal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         made.append(tempfile.mkdtemp(prefix="cs-train-", dir=place()))  # a short path, for sockets
         made.append(tempfile.mkdtemp(prefix="cs-checkpoints-"))  # with room for large files
@@ -44,8 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
             ]
         )
     finally:
-        for directory in made:
-            shutil.rmtree(directory, ignore_errors=True)
+        remove(made)
+
+
+def remove(directories: Iterable[str]) -> None:
+    """Remove these directories, although rank 0 may still write a checkpoint into one of them: it finds none there."""
+    for directory in directories:
+        ended = f"{directory}-ended"
+        with suppress(FileNotFoundError):
+            os.rename(directory, ended)
+        shutil.rmtree(ended, ignore_errors=True)
 
 
 if __name__ == "__main__":
