@@ -191,8 +191,7 @@ class Observer(Closed):
         """Close the session. Tasks that wait for an answer get ShutdownError. Idempotent; returns quickly."""
         if not self._context.closed:
             self._socket.send_multipart(self._session.goodbye())  # sent at once, so there is nothing to await
-            self._context.destroy(linger=self._session.linger())
-            self._session.close()
+            self._session.close(self._context)
 
     def __repr__(self) -> str:
         return f"<Observer of {self.address}{' (closed)' if self._context.closed else ''}>"
@@ -216,8 +215,7 @@ class Observer(Closed):
                 finally:
                     self._check_open()
                 if not ready:
-                    self._session.check_waiting(question, patience)
-                    if patience.asks_again():
+                    if self._session.check_waiting(question, patience):
                         await self._socket.send_multipart(encode(question.request))
                 elif found := self._session.answer(question, await self._socket.recv_multipart(copy=False)):
                     return found[0]

@@ -39,7 +39,7 @@ from cs_runtime.transport.multipart import receive
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.waits import pace_of
 
-from .places import place_of
+from .places import Place, place_of
 
 if TYPE_CHECKING:  # they take longer to import than all the rest, and who asks for counters only needs no values
     import numpy as np
@@ -156,12 +156,11 @@ class Session:
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         if self._lifeline is not None:  # a gateway names each connection: it may not know yet that the last one is cut
             socket.setsockopt(zmq.IDENTITY, self._name)
-        self._place.protect(socket, self.timeout)
-        socket.connect(self._place.endpoint)
+        self._place.connect(socket)
         # The garbage collector may find an unclosed observer as a whole; a context would then wait for ever for its
         # socket.
         if not is_shared:
-            weakref.finalize(self, _let_go, context, socket, self._lifeline).atexit = False
+            weakref.finalize(self, _let_go, context, socket, self._place, self._lifeline).atexit = False
         return socket
 
     def hello(self) -> Question[int]:
@@ -244,8 +243,11 @@ class Session:
                 if before is not None:
                     before.close()
 
-    def close(self) -> None:
-        """Close the session. Idempotent."""
+    def close(self, context: zmq.Context[Any] | None = None) -> None:
+        """Close the session, and the context that has only its socket. Idempotent."""
+        self._place.close()  # first: a socket waits for whoever watches its connection
+        if context is not None:
+            context.destroy(linger=self.linger())
         if self._lifeline is not None:
             self._lifeline.close()
         self._sight = None
@@ -282,8 +284,9 @@ class Session:
         self._is_forgotten, self._repeated = False, question
         return [list(encode(self.hello().request)), list(encode(question.request))]
 
-    def check_waiting(self, question: Question[Any], patience: Patience) -> None:
-        """Name a long wait. Raise if waiting on is pointless: the service has ended, or the answer is late."""
+    def check_waiting(self, question: Question[Any], patience: Patience) -> bool:
+        """Name a long wait. Raise if waiting on is pointless: the service has ended, or the answer is late. Whether to
+        send the question again."""
         self._stay_introduced()
         if self._place.has_ended:
             raise ShutdownError(f"the service in {self.address} has ended")
@@ -294,6 +297,7 @@ class Session:
         if waited := patience.named():
             asked = type(question.request).__name__
             _log.warning("waiting %.0f s for the server in %s to answer a %s", waited, self.address, asked)
+        return self._place.connects_again() or patience.asks_again()
 
     def linger(self) -> int:
         """Milliseconds that the last message may take; 0 if its receiver is gone."""
@@ -361,9 +365,10 @@ def _copied(array: Array) -> np.ndarray:
     return np.array(frame_view(array))
 
 
-def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any], lifeline: SupervisorLink | None) -> None:
+def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any], place: Place, lifeline: SupervisorLink | None) -> None:
     if lifeline is not None:
         lifeline.close()
+    place.close()
     socket.close(0)
     context.term()
 
@@ -412,8 +417,7 @@ class Observer(Closed):
         """Say goodbye. Idempotent."""
         if not self._context.closed:
             self._socket.send_multipart(self._session.goodbye())
-            self._context.destroy(linger=self._session.linger())
-            self._session.close()
+            self._session.close(self._context)
 
     def __enter__(self) -> Self:
         return self
@@ -441,8 +445,7 @@ class Observer(Closed):
         patience = Patience(self._session.timeout)
         while True:
             if not self._socket.poll(patience.milliseconds):
-                self._session.check_waiting(question, patience)
-                if patience.asks_again():
+                if self._session.check_waiting(question, patience):
                     self._socket.send_multipart(encode(question.request))
             elif found := self._session.answer(question, receive(self._socket, BULK_LIMITS)):
                 return found[0]

@@ -12,16 +12,13 @@ from cs_proto.peers import server_endpoint
 from cs_runtime.transport.curve import ObserverKeys, check_endpoint, protect_client
 from cs_runtime.transport.supervisor_link import CARRIED, checked
 
+from .connection import Connection
+
 __all__ = ["Place", "place_of"]
 
 
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
 _UNACKNOWLEDGED = 5000
-# Milliseconds in which TCP must connect: a fifth of what a question may take, because it takes five round trips to
-# connect and to get the first answer; but at least the first number, and at most the second, since no connection holds
-# longer without an acknowledgement. What is sent while a network is down is lost, and another try is quicker than the
-# kernel, which repeats it at growing intervals.
-_CONNECTS = 2000, _UNACKNOWLEDGED
 # Milliseconds: the longest pause before the next try.
 _PAUSE = 500
 
@@ -44,8 +41,15 @@ class Place(Protocol):
     def doubts(self) -> str:
         """What may be the reason if no answer comes, as the end of a sentence."""
 
-    def protect(self, socket: zmq.Socket[Any], timeout: float) -> None:
-        """Set what the connection needs, before it is made. A question may take ``timeout`` seconds."""
+    def connect(self, socket: zmq.Socket[Any]) -> None:
+        """Connect the socket. Called once."""
+
+    def connects_again(self) -> bool:
+        """Give up an attempt to connect that takes too long, and begin another one. Whether what was sent may be lost,
+        because there is another connection since the last call, or another attempt."""
+
+    def close(self) -> None:
+        """Close what watches the connection. Idempotent."""
 
 
 class _RunDirectory:
@@ -68,7 +72,13 @@ class _RunDirectory:
     def has_ended(self) -> bool:
         return not os.path.isdir(self._address)
 
-    def protect(self, socket: zmq.Socket[Any], timeout: float) -> None:
+    def connect(self, socket: zmq.Socket[Any]) -> None:
+        socket.connect(self.endpoint)
+
+    def connects_again(self) -> bool:
+        return False
+
+    def close(self) -> None:
         pass
 
 
@@ -90,6 +100,7 @@ class _Elsewhere:
             )
         self._keys = ObserverKeys.read(keys)
         self._is_ipv6 = ":" in host
+        self._connection: Connection | None = None
         self.endpoint = address
 
     @property
@@ -99,13 +110,19 @@ class _Elsewhere:
             f"{self._keys.path}"
         )
 
-    def protect(self, socket: zmq.Socket[Any], timeout: float) -> None:
-        shortest, longest = _CONNECTS
+    def connect(self, socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(zmq.IPV6, int(self._is_ipv6))
         socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(min(max(shortest, 1000 * timeout / 5), longest)))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _PAUSE)
         protect_client(socket, self._keys)
+        self._connection = Connection(socket, self.endpoint)
+
+    def connects_again(self) -> bool:
+        return self._connection is not None and self._connection.connects_again()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
 
 def place_of(address: str, keys: str | os.PathLike[str] | None) -> Place:
