@@ -189,7 +189,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     # msgpack raises ValueError, TypeError, StackError, UnicodeDecodeError, OverflowError and its own: all mean that
     # the peer's bytes are not a message.
     except Exception as error:
-        raise PeerProtocolError(f"a header that is not one msgpack value: {type(error).__name__}: {error}") from error
+        raise PeerProtocolError(f"a header that is not one msgpack value: {error!r:.200}") from error
     if held.taken != len(frames):
         raise PeerProtocolError(f"the message has {len(frames)} frames, but its header names {held.taken}")
     return record
