@@ -89,6 +89,15 @@ strategy.shutdown()
 for array in held:
     print(array.min(), array.max())
 """
+REMOVES = """
+import shutil
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+strategy.run(lambda: 6)  # it is connected to all workers
+shutil.rmtree(strategy.address)
+print(strategy.run(lambda: 7))
+"""
 DROPS = """
 import gc, subprocess, sys
 import central_storage as cs
@@ -210,6 +219,19 @@ def test_the_gpu_of_every_container_has_the_same_name(tmp_path: Path) -> None:
             assert server.wait().code == 0
     assert alone.out == "['gpu:0'] [1.0, 1.0, 1.0]\n"
     assert ended.out == "['gpu:0', 'gpu:0'] [2.0, 2.0, 2.0]\n"
+
+
+def test_a_service_whose_run_directory_is_removed_ends_after_its_script(elsewhere: Elsewhere, tmp_path: Path) -> None:
+    (tmp_path / "removes.py").write_text(REMOVES)
+    ended = run(str(tmp_path / "removes.py"), environment=elsewhere.environment).ok()
+    assert ended.out == "7\n"  # whoever is connected stays so
+    ended = elsewhere.server.wait()
+    assert ended.code == 5
+    assert (
+        "[supervisor] the service ends: nothing can connect to it any more, because its run directory "
+        f"{elsewhere.directory} was removed; start it again, and keep what removes old files away from there\n"
+    ) in ended.err
+    assert [worker.wait().code for worker in elsewhere.workers] == [0, 0]
 
 
 @pytest.mark.slow

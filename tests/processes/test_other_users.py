@@ -20,9 +20,10 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 from central_storage.ctl.asking import Supervisor
+from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervisor import connections
 from central_storage.observer import places
-from cs_proto.errors import LaunchError
+from cs_proto.errors import ConfigurationError, LaunchError
 from cs_runtime.transport import supervisor_link
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -85,6 +86,17 @@ for pid in map(int, pids):
     attempt(f"ptrace {pid}", lambda: traced(pid))
     attempt(f"kill {pid}", lambda: os.kill(pid, signal.SIGTERM))
 print(json.dumps(found))
+"""
+
+# Puts a directory of its own in the place of a run directory, and takes it away again.
+REPLACEMENT = """
+import os, sys
+directory, user = sys.argv[1:]
+os.setgroups([]); os.setgid(int(user)); os.setuid(int(user))
+os.rename(directory, directory + ".old")
+os.mkdir(directory)
+print("replaced")
+os.rmdir(directory)
 """
 
 # Says hello to whoever listens, where the doors of the run directory are open, and prints what comes.
@@ -238,6 +250,26 @@ def test_a_run_directory_behind_a_link_of_another_user_is_refused(
     os.chown(foreign, NOBODY, NOBODY)
     (directory / "link").symlink_to(foreign)
     check_foreign(directory / "link", monkeypatch, f"belongs to user {NOBODY}")
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "expected"),
+    [(0, 0o777, "others may write to {}, above it"), (NOBODY, 0o755, f"{{}}, above it, belongs to user {NOBODY}")],
+)
+@pytest.mark.usefixtures("open_place")
+def test_a_run_directory_that_others_could_replace_is_refused(
+    monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, expected: str
+) -> None:
+    above = Path(os.environ["XDG_RUNTIME_DIR"])
+    (run := above / "run").mkdir(mode=0o700)
+    os.chown(above, owner, owner)
+    above.chmod(mode)
+    expected = expected.format(above)
+    with pytest.raises(ConfigurationError, match=expected):
+        RunDirectory(str(run))
+    assert child(REPLACEMENT, run, NOBODY) == "replaced\n"  # as nobody does, indeed
+    os.rename(f"{run}.old", run)
+    check_foreign(run, monkeypatch, expected)
 
 
 def test_the_checks_notice_that_any_directory_is_believed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,8 +345,8 @@ class ControllerCore:
             return []
         cause = f"the server (pid {died.pid}) ended by {died.cause}"
         why = (
-            f"{cause} and is not started again (server_recovery is off, or max_restarts are used up); its variables "
-            f"are gone with it. Make a new CentralStorageStrategy{last_lines(died)}"
+            f"{cause} and is not started again (server_recovery is off, max_restarts are used up, or its run directory "
+            f"was removed); its variables are gone with it. Make a new CentralStorageStrategy{last_lines(died)}"
         )
         return [End(cause), Fail(ReplicaLostError, why)]
 

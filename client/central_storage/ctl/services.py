@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
-from contextlib import suppress
 from functools import cached_property
 
 from central_storage.launch import run_directory
 from central_storage.launch.service_file import ServiceFile
 from cs_proto.errors import LaunchError
 from cs_proto.printable import printable
+from cs_runtime.transport.supervisor_link import checked
 
 from . import processes
 
@@ -118,10 +117,8 @@ def choose(text: str | None = None) -> Entry:
 
 def _at(path: str) -> Entry:
     path = os.path.realpath(path)
-    with suppress(OSError):
-        status = os.lstat(path)
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            entry = Entry(path, ServiceFile.read(path))
-            if os.path.exists(os.path.join(path, "lock")) and not entry.is_stale:
-                return entry
+    if os.path.exists(os.path.join(path, "lock")):
+        entry = Entry(checked(path), ServiceFile.read(path))
+        if not entry.is_stale:
+            return entry
     raise LaunchError(f"no service runs in {path}")

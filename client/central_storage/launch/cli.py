@@ -36,8 +36,7 @@ from .run_directory import RunDirectory
 from .service_file import ServiceFile, typed
 from .sidecar import Beside
 from .supervisor.children import Child
-from .supervisor.lifecycle import transport_of
-from .supervisor.mailboxes import mailboxes_by_default
+from .supervisor.mailboxes import mailboxes_by_default, transport_of
 from .supervisor.output import KEPT_NBYTES, LogFiles
 
 __all__ = ["main"]

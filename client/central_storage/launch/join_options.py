@@ -123,7 +123,6 @@ def _run_directories(path: str | None, count: int, undo: ExitStack) -> list[str]
     paths = [path] * count
     if path is not None and count > 1:
         if not os.path.exists(path):
-            os.makedirs(path, 0o700)
             undo.callback(_remove_if_empty, path)
         paths = [os.path.join(path, str(number)) for number in range(count)]
     held = []

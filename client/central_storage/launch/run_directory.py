@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cs_proto.errors import ConfigurationError, LaunchError
+from cs_runtime.ancestors import why_replaceable
 
 __all__ = ["RunDirectory", "clean_up", "is_free", "known", "place"]
 
@@ -56,7 +57,8 @@ class RunDirectory:
         ``keep`` leaves its files (log files) when the run ends. ``is_taken_up`` is called when ``path`` is locked, and
         tells whether the run of a killed supervisor continues; otherwise the files of that run are removed. Raises
         LaunchError if another living process holds ``path`` or if no place is suitable, ConfigurationError if ``path``
-        is too long, not UTF-8 or not a private directory of this user.
+        is too long, not UTF-8, not a private directory of this user, or below a directory in which others may replace
+        it. :attr:`path` has no symbolic links, which others could change.
         """
         self.keep = keep
         self._link: str | None = None
@@ -65,7 +67,7 @@ class RunDirectory:
             self.path, self._lock = _fresh()
             self._ours = True
         else:
-            self.path = os.path.abspath(path)
+            self.path = os.path.realpath(path)
             self._ours = not os.path.exists(self.path)
             self._lock = _take(self.path, is_taken_up or _never)
             self._link = _register(self.path)
@@ -94,7 +96,7 @@ class RunDirectory:
 def clean_up() -> None:
     """Remove the run directories of this user's runs that no process holds any more, and nothing else: of directories
     that users have named only the links."""
-    for place in _places():
+    for place in filter(_is_safe, _places()):
         for entry in _scan(place):
             if not _NAME.fullmatch(entry.name):
                 continue
@@ -106,21 +108,21 @@ def clean_up() -> None:
 
 def known() -> list[str]:
     """The run directories of this user that are in the usual places or registered there, whether a process holds them
-    or not."""
+    or not; none that others could replace."""
     runtime = f"/run/user/{os.geteuid()}"  # of services that were started in a login session, if this is none
     found = []
-    for place in dict.fromkeys([*_places(), runtime]):
+    for place in filter(_is_safe, dict.fromkeys([*_places(), runtime])):
         for entry in _scan(place):
             path = os.path.realpath(entry.path)
             is_named = _NAME.fullmatch(entry.name) is not None
             if is_named and (_is_ours(entry.path) or _is_our_link(entry.path)) and _is_ours(path):
-                found.append(path)
+                found += [] if why_replaceable(path) else [path]
     return list(dict.fromkeys(found))
 
 
 def place() -> str | None:
     """Where new run directories are made; None if no place is suitable."""
-    return next(filter(_usable, _places()), None)
+    return next((place for place in _places() if _why_unusable(place) is None), None)
 
 
 def is_free(path: str) -> bool:
@@ -169,8 +171,9 @@ def _is_our_link(path: str) -> bool:
 
 
 def _fresh() -> tuple[str, int]:
-    for place in _places():
-        if _usable(place):
+    found = {place: _why_unusable(place) for place in _places()}
+    for place, objection in found.items():
+        if objection is None:
             while True:
                 path = os.path.join(place, f"cs-{os.urandom(4).hex()}")
                 with suppress(FileExistsError):
@@ -178,9 +181,10 @@ def _fresh() -> tuple[str, int]:
                     lock = _lock(path)
                     if lock is not None:  # otherwise the clean-up of another start has removed it before it was locked
                         return path, lock
+    objections = "; ".join(f"in {place}, {objection}" for place, objection in found.items())
     raise LaunchError(
-        f"there is no place for a run directory: none of {', '.join(_places())} is writable with a path short enough "
-        "for sockets; set XDG_RUNTIME_DIR or TMPDIR to a short path"
+        f"there is no place for a run directory: {objections}; set XDG_RUNTIME_DIR or TMPDIR to a private directory "
+        "with a short path"
     )
 
 
@@ -201,13 +205,15 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
             f"the run directory {path} is too long: a socket's path has at most {_PATH_NBYTES} bytes"
         )
     try:
-        os.makedirs(path, 0o700, exist_ok=True)
+        _make(path)
     except OSError as error:
         raise ConfigurationError(f"the run directory {path} cannot be made: {error.strerror}") from error
     if not _is_ours(path) or stat.S_IMODE(os.lstat(path).st_mode) & 0o077:
         raise ConfigurationError(
             f"the run directory {path} must belong to you and be closed to other users (chmod 700)"
         )
+    if objection := why_replaceable(path):
+        raise ConfigurationError(f"other users could replace the run directory {path}: {objection}")
     lock = _lock(path)
     for _ in range(_TRIES):
         if lock is None:  # who looks whether it is free holds it for a moment
@@ -220,6 +226,17 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
         )
     _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")  # left by a run that was killed
     return lock
+
+
+def _make(path: str) -> None:
+    """Make the directory, and those above it that are missing, closed to others whatever the umask. Raises OSError."""
+    if not os.path.isdir(parent := os.path.dirname(path)):
+        _make(parent)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
 
 
 def _lock(path: str) -> int | None:
@@ -282,12 +299,23 @@ def _places() -> list[str]:
     for path in filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))):  # as tempfile
         with suppress(FileNotFoundError):  # a relative one, in a working directory that is gone
             places.append(os.path.abspath(path))
-    return list(dict.fromkeys([*places, "/tmp", "/var/tmp"]))
+    # The last for a container with a read-only file system and a volume at /tmp to which all may write.
+    return list(dict.fromkeys(map(os.path.realpath, [*places, "/tmp", "/var/tmp", "/dev/shm"])))
 
 
-def _usable(place: str) -> bool:
+def _why_unusable(place: str) -> str | None:
+    """Why no run directory can be made in a place; None if one can."""
     length = len(os.fsencode(place)) + len("/cs-01234567") + _LONGEST_NAME
-    return os.path.isabs(place) and length <= _PATH_NBYTES and _is_text(place) and os.access(place, os.W_OK | os.X_OK)
+    if length > _PATH_NBYTES or not _is_text(place):
+        return "the paths of sockets would be too long, or not UTF-8"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return "this user may not write"
+    return why_replaceable(os.path.join(place, "cs"))
+
+
+def _is_safe(place: str) -> bool:
+    """Whether nobody else can put a directory into the place of one that lies there."""
+    return why_replaceable(os.path.join(place, "cs")) is None
 
 
 def _is_ours(path: str) -> bool:

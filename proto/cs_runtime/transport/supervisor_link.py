@@ -50,6 +50,7 @@ from cs_proto.messages import (
     StartFailed,
 )
 from cs_proto.records import Record
+from cs_runtime.ancestors import why_replaceable
 from cs_runtime.run_file import RunFile
 from cs_runtime.trace import Trace, is_on
 from cs_runtime.waits import pace_of
@@ -82,8 +83,9 @@ _GONE_CLIENTS = 8
 
 
 def checked(run_directory: str) -> str:
-    """The path of a run directory without symbolic links, once it is known to be this user's and closed to others:
-    what its sockets say is believed. Raises :class:`LaunchError` otherwise."""
+    """The path of a run directory without symbolic links, once it is known to be this user's, closed to others, and
+    below no directory in which others could replace it: what its sockets say is believed. Raises :class:`LaunchError`
+    otherwise."""
     path = os.path.realpath(run_directory)
     try:
         status = os.stat(path)
@@ -100,6 +102,8 @@ def checked(run_directory: str) -> str:
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(f"the run directory {run_directory} is open to other users; chmod 700 closes it")
+    if objection := why_replaceable(path):
+        raise LaunchError(f"other users could replace the run directory {run_directory}: {objection}")
     return path
 
 

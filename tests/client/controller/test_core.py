@@ -511,8 +511,8 @@ def test_a_new_server_after_the_death_of_a_worker_and_ctrl_c(name: str, cut: int
 
 def test_a_server_that_is_not_started_again_ends_the_link() -> None:
     why = (
-        "the server (pid 100) ended by SIGKILL and is not started again (server_recovery is off, or max_restarts are "
-        "used up); its variables are gone with it. Make a new CentralStorageStrategy"
+        "the server (pid 100) ended by SIGKILL and is not started again (server_recovery is off, max_restarts are used "
+        "up, or its run directory was removed); its variables are gone with it. Make a new CentralStorageStrategy"
     )
     gone = [End("the server (pid 100) ended by SIGKILL"), Fail(ReplicaLostError, why)]
     Playbook().welcomed().on(Hears(died("server", restarts=False)), *gone)

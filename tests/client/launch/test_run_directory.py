@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from central_storage.launch.packages import python_path
-from central_storage.launch.run_directory import RunDirectory, _places
+from central_storage.launch.run_directory import RunDirectory, _places, known
 from cs_proto.errors import ConfigurationError, LaunchError
 from cs_runtime import saving_mark
 
@@ -133,6 +133,62 @@ def test_a_given_directory_must_be_private_and_short(runtime: Path) -> None:
     assert not os.path.exists(os.fsencode(runtime) + b"/mine\xff")
 
 
+def test_a_given_directory_is_refused_where_others_could_replace_it(runtime: Path) -> None:
+    (runtime / "open").mkdir()
+    (runtime / "open").chmod(0o777)
+    for given in (runtime / "open" / "mine", runtime / "open" / "more" / "mine"):
+        with pytest.raises(
+            ConfigurationError,
+            match=f"^other users could replace the run directory {given}: others may write to {runtime}/open, above it",
+        ):
+            RunDirectory(str(given))
+    (runtime / "open").chmod(0o1777)
+    RunDirectory(str(given)).remove()
+
+
+def test_what_is_made_above_a_given_directory_is_closed_to_others(runtime: Path) -> None:
+    before = os.umask(0)
+    try:
+        directory = RunDirectory(str(runtime / "a" / "b" / "mine"))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in runtime.rglob("*") if path.is_dir()} == {0o700}
+    directory.remove()
+
+
+def test_links_to_a_given_directory_are_followed_once(runtime: Path) -> None:
+    """Whoever may change a link later changes nothing for the service."""
+    (runtime / "there").mkdir()
+    (runtime / "link").symlink_to(runtime / "there")
+    directory = RunDirectory(str(runtime / "link" / "mine"))
+    assert directory.path == str(runtime / "there" / "mine")
+    directory.remove()
+
+
+def test_a_place_in_which_others_could_replace_them_is_passed_over(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, named = dead(runtime), dead(runtime, "cs-fedcba98")
+    link = Path(os.environ["TMPDIR"]) / "cs-ffffffff"
+    link.symlink_to(named)
+    assert {str(left), str(named)} <= set(known())
+    runtime.chmod(0o777)
+    assert not {str(left), str(named)} & set(known())
+    directory = RunDirectory()
+    assert Path(directory.path).parent == Path(os.environ["TMPDIR"])
+    assert left.exists()  # it may be anything by the time that it is removed
+    directory.remove()
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(runtime))
+    monkeypatch.setattr("central_storage.launch.run_directory._places", lambda: [str(runtime), "/nowhere"])
+    with pytest.raises(LaunchError) as told:
+        RunDirectory()
+    assert str(told.value).startswith(f"there is no place for a run directory: in {runtime}, others may write to")
+    assert str(told.value).endswith(
+        "in /nowhere, this user may not write; set XDG_RUNTIME_DIR or TMPDIR to a private directory with a short path"
+    )
+
+
 def test_places_that_will_not_do_are_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = runtime / ("x" * 90)
     deep.mkdir()
@@ -225,6 +281,18 @@ def test_twenty_starts_at_once_neither_meet_nor_clean_each_other_up(runtime: Pat
         print(file=starts.stdin, flush=True)
         assert starts.stdout.readline() == "True\n"
     assert list(runtime.iterdir()) == []
+
+
+def test_shared_memory_is_the_last_place(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with a read-only file system, others may write to the volume at /tmp."""
+    assert _places()[-1] == "/dev/shm"
+    monkeypatch.setattr(
+        "central_storage.launch.run_directory.why_replaceable",
+        lambda path: None if path.startswith("/dev/shm/") else "others may write",
+    )
+    directory = RunDirectory()
+    assert os.path.dirname(directory.path) == "/dev/shm"
+    directory.remove()
 
 
 def test_a_relative_place_in_a_directory_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from central_storage.launch.run_directory import RunDirectory, place
 from cs_proto.errors import LaunchError
+from cs_runtime.ancestors import why_replaceable
 
 from .finding import Finding, bad, good, slower
 
@@ -31,7 +32,7 @@ def run_directories(proc: Path = Path("/proc"), environment: Mapping[str, str] =
         finally:
             directory.remove()
     except LaunchError as error:
-        yield bad("run directories", str(error).partition(";")[0], _SHORTER)
+        yield bad("run directories", str(error).rpartition(";")[0], _SHORTER)
         return
     except OSError as error:
         yield bad("run directories", f"none can be made in {where} ({error.strerror})", _SHORTER)
@@ -41,14 +42,12 @@ def run_directories(proc: Path = Path("/proc"), environment: Mapping[str, str] =
     text = f"in {where} ({kind or 'unknown file system'}), closed to other users"
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         named = environment.get(name, "")
-        if named == where:
+        if named and os.path.realpath(named) == where:
             break
         if named:
-            text += f"; {name} is not used: it is too long for sockets, not there, or not yours"
-    status = os.stat(where)
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        yield bad("run directories", f"other users may remove what lies in {where}", f"chmod +t {where}, or {_SHORTER}")
-    elif kind.startswith(_FAR):
+            objection = why_replaceable(os.path.join(os.path.realpath(named), "cs"))
+            text += f"; {name} is not used: {objection or 'it is too long for sockets, not there, or not yours'}"
+    if kind.startswith(_FAR):
         yield slower("run directories", f"{text}; it is not a local file system", _SHORTER)
     else:
         yield good("run directories", text)

@@ -47,9 +47,9 @@ def serve(
     error_path: str | None,
     sidecars: Sequence[Beside],
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit code: 0, 3 if the service did not start, 4 if a worker and 5 if
-    the server ended for good. After the end of a worker, the training script may still read until it leaves. The
-    ``sidecars`` run beside the service."""
+    """Serve until SIGTERM or Ctrl-C. Returns the exit code: 0, 3 if the service did not start, 4 if a worker ended for
+    good, 5 if the server did or the run directory was removed. After the end of a worker or of the directory, the
+    training script may still read until it leaves. The ``sidecars`` run beside the service."""
     open_files.raise_limit()
     loop = Loop()
     console = Console(loop)
@@ -82,11 +82,11 @@ def serve(
             with beside:
                 service.start()
                 beside.start()
-                _turn_until_stopped(loop, service)
+                is_reachable = _turn_until_stopped(loop, service)
         finally:
             service.close()
             run_directory.remove()
-        code = _report(service, told, error_path)
+        code = _report(service, told, error_path, "" if is_reachable else run_directory.path)
         for _ in range(3):
             if not console.empty:
                 loop.turn(_LAST_WORDS)
@@ -95,20 +95,33 @@ def serve(
     return code
 
 
-def _turn_until_stopped(loop: Loop, service: Service) -> None:
+def _turn_until_stopped(loop: Loop, service: Service) -> bool:
+    """Turn until the service has stopped. Returns whether it could be reached until then."""
+    is_reachable = True
     while not service.stopped:
-        if service.has_failed or (service.has_lost and not service.has_controller):
+        is_reachable = is_reachable and service.is_reachable
+        is_over = service.has_lost or not is_reachable
+        if service.has_failed or (is_over and not service.has_controller):
             service.stop()
         loop.turn(_LOOK_EVERY)
+    return is_reachable
 
 
-def _report(service: Service, told: Sequence[int], error_path: str | None) -> int:
+def _report(service: Service, told: Sequence[int], error_path: str | None, removed: str) -> int:
+    """Say why the service has ended; the exit code. ``removed``: the run directory, if it was removed before."""
     if told:
         return 0
     failure = service.first_failure if service.has_lost or service.has_failed else None
     if service.start_failure is not None:
         first = Failure("start", "launcher", None, None, "a failed start", service.start_failure)
         return _told(error_path, first, START_FAILED)
+    if failure is None and removed:
+        service.say(
+            f"the service ends: nothing can connect to it any more, because its run directory {removed} was removed; "
+            "start it again, and keep what removes old files away from there"
+        )
+        gone = Failure("death", "server", None, None, f"the removal of its run directory {removed}")
+        return _told(error_path, gone, SERVER_FAILED)
     if failure is None:
         return 0
     for line in f"the service ends: {described(died_failure(failure))}".splitlines():

@@ -58,7 +58,7 @@ from .children import Child, Processes, Running, Standbys, end_leftovers
 from .connections import Peer
 from .introductions import Introductions
 from .loop import Call, Loop, Timer
-from .mailboxes import Mailroom, why_no_mailboxes
+from .mailboxes import Mailroom, transport_of, why_no_mailboxes
 from .output import LogFiles, Screen, Sink, Stream
 from .reception import Reception, as_record
 from .reporting import Reporter
@@ -66,7 +66,7 @@ from .restarts import WORKED_SECONDS, Restarts
 from .seating import Seating
 from .seats import Elsewhere
 
-__all__ = ["STOP_GRACE", "Service", "transport_of"]
+__all__ = ["STOP_GRACE", "Service"]
 
 _log = logging.getLogger("central_storage.launch")
 _complaints = Complaints(_log)
@@ -78,12 +78,6 @@ _PROCESSES = ("server", "worker")
 #: Turns a controller's choice of devices into commands; None stands for a controller that leaves the choice to others.
 #: Raises a CentralStorageError for a choice that cannot be started.
 Choose = Callable[[DeviceChoice | None], Sequence[Command]]
-
-
-def transport_of(medium: Medium, *, mailboxes: bool) -> str:
-    """The name of the service's transport. It includes mailboxes if they are wanted and possible."""
-    has_mailboxes = not why_no_mailboxes(medium, wanted=mailboxes)
-    return f"ipc + {'mailboxes + ' * has_mailboxes}{medium.title}"
 
 
 class Service:
@@ -196,7 +190,7 @@ class Service:
             timeout = self._run_file.return_timeout
             self._call_later(timeout, partial(child.stop_awaiting, timeout))
         else:
-            self._call_later(self._start_timeout, partial(self._restart_deadline, child))
+            self._call_later(self._start_timeout, partial(_end_if_late, child, self._start_timeout))
             self._call_later(self._run_file.return_timeout, self._stop_awaiting_clients)
 
     def _stop_awaiting_clients(self) -> None:
@@ -254,6 +248,11 @@ class Service:
     def has_failed(self) -> bool:
         """Whether the service will not serve any more."""
         return self._state == "failed"
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether processes and scripts can still connect."""
+        return self._reception.is_reachable
 
     @property
     def has_controller(self) -> bool:
@@ -314,7 +313,10 @@ class Service:
         command = child.command
         end_leftovers(self.run_directory, command.role, command.rank)
         pause = self._pause_after(child)
-        died = Died(*_identity(command), child.pid, child.cause, child.tail.text(), pause is not None, child.node)
+        cause = child.cause
+        if not self._reception.is_reachable:
+            cause += f" after the run directory {self.run_directory} was removed"
+        died = Died(*_identity(command), child.pid, cause, child.tail.text(), pause is not None, child.node)
         self.first_failure = self.first_failure or died
         if self._state == "starting":
             self._fail_start(f"{child.name} ended by {child.cause} before the service was up", child)
@@ -329,18 +331,14 @@ class Service:
     def _pause_after(self, child: Running) -> float | None:
         """Seconds until the successor of a dead process is started; None if there will be none."""
         is_lost = child.command.role == "server" and not self._recovery.server_recovery
-        if is_lost or self._state not in ("serving", "recovering"):
+        if is_lost or self._state not in ("serving", "recovering") or not self._reception.is_reachable:
             return None
         is_long_ready = child.ready_since is not None and time.monotonic() - child.ready_since >= WORKED_SECONDS
         return self._restarts.next(child.command.label, has_worked=child.has_worked or is_long_ready)
 
     def _tell_death(self, died: Died, name: str, pause: float | None) -> None:
-        if pause is None:
-            self.has_lost = True
-            used = self._restarts.count >= self._restarts.limit > 0
-            then = f"; it is not started again: {self._restarts.limit} restarts are used up" if used else ""
-        else:
-            then = f"; restart {self._restarts.count} of {self._restarts.limit}" + f" in {pause:g} s" * (pause > 0)
+        self.has_lost = self.has_lost or pause is None
+        then = self._restarts.outlook(pause, can_connect=self._reception.is_reachable)
         self.say(f"{name} ended by {died.cause}{then}")
         self._deaths[died.role, died.rank] = died
         self._reporter.note_death(died)
@@ -365,11 +363,7 @@ class Service:
         if isinstance(ended, Elsewhere) and isinstance(child, Elsewhere):
             self._seating.hand_on(ended, child)
         if child.is_here:
-            self._call_later(self._start_timeout, partial(self._restart_deadline, child))
-
-    def _restart_deadline(self, child: Running) -> None:
-        if child.ready_since is None and child.returncode is None and not child.asked:
-            child.kill(f"it was not ready within {self._start_timeout:g} s")
+            self._call_later(self._start_timeout, partial(_end_if_late, child, self._start_timeout))
 
     def _start_deadline(self) -> None:
         late = [child for child in self._children if child.ready_since is None and child.is_here]
@@ -591,6 +585,11 @@ class Service:
 
 def _drop(peer: Peer, record: Record) -> None:
     _complaints.warn(peer.pid, "dropped a %s of %s: that peer may not send it", type(record).__name__, peer.label)
+
+
+def _end_if_late(child: Running, timeout: float) -> None:
+    if child.ready_since is None and child.returncode is None and not child.asked:
+        child.kill(f"it was not ready within {timeout:g} s")
 
 
 def _identity(command: Command) -> tuple[Role, int, int]:

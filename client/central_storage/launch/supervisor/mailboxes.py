@@ -18,7 +18,7 @@ from cs_proto.frozen import frozen
 from cs_proto.messages import Mailbox, MakeMailbox, OpenMailbox
 from cs_runtime.transport.rings import IS_ORDERED, NBYTES
 
-__all__ = ["Mailroom", "mailboxes_by_default", "why_no_mailboxes"]
+__all__ = ["Mailroom", "mailboxes_by_default", "transport_of", "why_no_mailboxes"]
 
 _MAKERS = re.compile(r"controller|w\d+")
 _OPENERS = re.compile(r"server|w\d+")
@@ -35,6 +35,12 @@ def why_no_mailboxes(medium: Medium, *, wanted: bool) -> str:
         if IS_ORDERED
         else f"mailboxes need a processor that keeps stores in order, which {os.uname().machine} is not"
     )
+
+
+def transport_of(medium: Medium, *, mailboxes: bool) -> str:
+    """The name of a service's transport. It includes mailboxes if they are wanted and possible."""
+    has_mailboxes = not why_no_mailboxes(medium, wanted=mailboxes)
+    return f"ipc + {'mailboxes + ' * has_mailboxes}{medium.title}"
 
 
 def mailboxes_by_default() -> str:

@@ -58,14 +58,25 @@ class Reception:
         self._is_waiting = is_waiting
         self._note = note
         self._again: Timer | None = None
+        self._path = ""
+        self._inode = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def open(self, path: str) -> None:
         """Listen. Raises OSError if no socket can be made at ``path``."""
         self._listener.bind(path)
+        self._path, self._inode = path, os.stat(path).st_ino
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._loop.on_readable(self._listener.fileno(), self._accept)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the socket is still where it was opened, so that a process can connect."""
+        try:
+            return os.stat(self._path).st_ino == self._inode  # no other has this number as long as the socket is open
+        except OSError:
+            return False
 
     @property
     def is_closed(self) -> bool:

@@ -14,6 +14,10 @@ WORKED_SECONDS = 10.0
 
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
+_NO_WAY = (
+    "; it is not started again, because nothing can connect to the service any more; start the service again, and keep "
+    "what removes old files away from its run directory"
+)
 
 
 class Restarts:
@@ -39,3 +43,12 @@ class Restarts:
         in_vain = self._in_vain[label]
         self._in_vain[label] += 1
         return min(_FIRST_PAUSE * 2.0 ** (in_vain - 1), _LONGEST_PAUSE) if in_vain else 0.0
+
+    def outlook(self, pause: float | None, *, can_connect: bool) -> str:
+        """What comes after a death for which :meth:`next` has given ``pause``, as the end of a sentence about it.
+        ``can_connect``: whether a successor could reach the supervisor."""
+        if not can_connect:
+            return _NO_WAY
+        if pause is not None:
+            return f"; restart {self.count} of {self.limit}" + f" in {pause:g} s" * (pause > 0)
+        return f"; it is not started again: {self.limit} restarts are used up" if self.count >= self.limit > 0 else ""

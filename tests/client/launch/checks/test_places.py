@@ -61,14 +61,23 @@ def test_a_place_that_is_not_local_is_slow(where: Path, tmp_path: Path, kind: st
 def test_a_place_from_which_others_may_remove_is_bad(where: Path, tmp_path: Path) -> None:
     where.chmod(0o777)
     [finding] = places.run_directories(tmp_path, {})
-    assert (finding.level, finding.remedy.startswith(f"chmod +t {where}")) == ("bad", True)
+    assert finding.level == "bad"
+    assert f"others may write to {where}, above it, and replace what lies there (its mode is 777)" in finding.text
+
+
+def test_a_place_from_which_others_may_remove_is_told_where_another_is_used(where: Path, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    [finding] = places.run_directories(tmp_path, {"XDG_RUNTIME_DIR": str(tmp_path / "open"), "TMPDIR": str(where)})
+    assert finding.level == "good"
+    assert f"; XDG_RUNTIME_DIR is not used: others may write to {tmp_path}/open, above it, and replace" in finding.text
 
 
 def test_no_place_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("central_storage.launch.run_directory._places", lambda: ["/nowhere"])
     [finding] = places.run_directories()
     assert finding.level == "bad"
-    assert finding.text.startswith("there is no place for a run directory: none of /nowhere is writable")
+    assert finding.text == "there is no place for a run directory: in /nowhere, this user may not write"
     assert "short path" in finding.remedy
 
 

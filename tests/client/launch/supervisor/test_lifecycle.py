@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import struct
 import sys
@@ -21,7 +22,8 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Memfd
 from central_storage.launch.plan import Command
 from central_storage.launch.supervisor import reception
-from central_storage.launch.supervisor.lifecycle import Service, transport_of
+from central_storage.launch.supervisor.lifecycle import Service
+from central_storage.launch.supervisor.mailboxes import transport_of
 from central_storage.launch.supervisor.restarts import Restarts
 from cs_proto.codec import decode
 from cs_proto.messages import (
@@ -364,6 +366,38 @@ def test_no_more_than_max_restarts_and_then_it_is_lost(world: World) -> None:
     assert world.service.first_failure == deaths[0]
     late = world.client()
     assert [type(late.receive()), late.receive()] == [Serving, deaths[1]]
+
+
+@pytest.mark.parametrize("role", ["server", "w0"])
+def test_nothing_is_started_again_once_the_run_directory_was_removed(world: World, role: str) -> None:
+    """A successor could not reach the supervisor, so each would end like the one before."""
+    world.start(recovery=Recovery(max_restarts=1000))
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    shutil.rmtree(where := world.directory.path)
+    os.kill(world.pids()[role], signal.SIGKILL)
+    died = client.receive()
+    assert isinstance(died, Died)
+    assert (died.cause, died.restarts) == (f"SIGKILL after the run directory {where} was removed", False)
+    assert (
+        f" ended by {died.cause}; it is not started again, because nothing can connect to the service any more; start "
+        "the service again, and keep what removes old files away from its run directory\n"
+    ) in world.sink.text
+    assert world.service.has_lost
+    assert world.service.has_failed == (role == "server")
+
+
+def test_a_run_directory_that_was_made_anew_is_another(world: World) -> None:
+    world.start()
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    shutil.rmtree(where := Path(world.directory.path))
+    where.mkdir(mode=0o700)
+    (where / "supervisor").touch()
+    os.kill(world.pids()["server"], signal.SIGKILL)
+    died = client.receive()
+    assert isinstance(died, Died)
+    assert not died.restarts
 
 
 def test_a_server_that_died_is_started_again_over_the_same_memory_and_all_are_told(world: World) -> None:

@@ -1,0 +1,103 @@
+"""The directories above a run directory: from which of them another user could replace it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs_proto.errors import LaunchError
+from cs_runtime.ancestors import why_replaceable
+from cs_runtime.transport.supervisor_link import checked
+
+OTHER = 65534
+
+Pretend = Callable[[str | Path, int, int], None]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Show a directory with another owner and mode: only root could change the owner."""
+    true, shown = os.stat, dict[str, tuple[int, int]]()
+
+    def looked_at(path: Any, **options: Any) -> os.stat_result:
+        status = true(path, **options)
+        if not isinstance(path, str) or path not in shown:
+            return status
+        owner, mode = shown[path]
+        return os.stat_result((stat.S_IFDIR | mode, *status[1:4], owner, *status[5:10]))
+
+    monkeypatch.setattr(os, "stat", looked_at)
+    return lambda path, owner, mode: shown.update({str(path): (owner, mode)})
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "expected"),
+    [
+        (os.geteuid(), 0o700, None),
+        (os.geteuid(), 0o755, None),
+        (os.geteuid(), 0o1770, None),
+        (0, 0o755, None),
+        (0, 0o1777, None),
+        (os.geteuid(), 0o777, "(its mode is 777); close it (chmod go-w), give it the sticky bit (chmod +t), or choose"),
+        (os.geteuid(), 0o775, "(its mode is 775)"),
+        (0, 0o2777, "(its mode is 2777)"),
+        (OTHER, 0o700, f"belongs to user {OTHER}, who can replace what lies there, and not to you"),
+        (OTHER, 0o1777, f"belongs to user {OTHER}"),
+    ],
+)
+def test_who_may_replace_it_from_above(
+    tmp_path: Path, pretend: Pretend, owner: int, mode: int, expected: str | None
+) -> None:
+    nearest, farther = tmp_path / "a" / "b", tmp_path / "a"
+    nearest.mkdir(parents=True)
+    for above in (nearest, farther):
+        pretend(nearest, os.geteuid(), 0o700)
+        pretend(above, owner, mode)
+        for path in (nearest / "run", nearest / "missing" / "run"):
+            found = why_replaceable(str(path))
+            if expected is None:
+                assert found is None
+            else:
+                assert found is not None
+                assert expected in found
+                assert f"{above}, above it, " in found
+
+
+def test_what_cannot_be_looked_at_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = os.stat
+
+    def looked_at(path: Any, **options: Any) -> os.stat_result:
+        if path == str(tmp_path):
+            raise PermissionError(13, "Permission denied")
+        return true(path, **options)
+
+    monkeypatch.setattr(os, "stat", looked_at)
+    found = why_replaceable(str(tmp_path / "run"))
+    assert found == f"{tmp_path}, above it, cannot be looked at (Permission denied); choose another directory"
+
+
+def test_in_a_user_namespace_the_owner_of_all_counts_as_root(tmp_path: Path, pretend: Pretend) -> None:
+    pretend(tmp_path, OTHER, 0o755)
+    assert why_replaceable(str(tmp_path / "run")) is not None
+    pretend("/", OTHER, 0o755)
+    assert why_replaceable(str(tmp_path / "run")) is None
+
+
+def test_a_client_refuses_what_others_could_replace(tmp_path: Path) -> None:
+    (run := tmp_path / "open" / "run").mkdir(mode=0o700, parents=True)
+    assert checked(str(run)) == str(run)
+    (link := tmp_path / "link").symlink_to(run)  # the directory counts to which it leads
+    run.parent.chmod(0o777)
+    for address in (run, link):
+        with pytest.raises(
+            LaunchError,
+            match=f"^other users could replace the run directory {address}: others may write to {run.parent}, above it",
+        ):
+            checked(str(address))
+    run.parent.chmod(0o1777)
+    assert checked(str(link)) == str(run)
