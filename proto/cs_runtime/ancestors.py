@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 
 __all__ = ["why_replaceable"]
-
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def why_replaceable(path: str) -> str | None:
@@ -15,7 +15,7 @@ def why_replaceable(path: str) -> str | None:
     but this user and root. ``path`` has no symbolic links (``os.path.realpath``) and need not exist.
 
     Each directory above ``path`` must belong to this user or to root. Others may not write there, unless the sticky bit
-    keeps them from what is not theirs.
+    keeps them from what is not theirs; the group may, if this user is alone in it.
     """
     # In a user namespace, root of the machine is shown as nobody. Whoever owns "/" can replace everything anyway.
     trusted = {os.geteuid(), 0, os.stat("/").st_uid}
@@ -33,9 +33,20 @@ def why_replaceable(path: str) -> str | None:
                 f"{above}, above it, belongs to user {status.st_uid}, who can replace what lies there, and not to you "
                 f"(user {os.geteuid()}) or root; choose another directory"
             )
-        if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+        is_open = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_alone_in(status.st_gid))
+        if is_open and not mode & stat.S_ISVTX:
             return (
                 f"others may write to {above}, above it, and replace what lies there (its mode is {mode:o}); close it "
                 "(chmod go-w), give it the sticky bit (chmod +t), or choose another directory"
             )
     return None
+
+
+def _is_alone_in(group: int) -> bool:
+    """Whether this is the group that many systems make for each user, whose new files it may write."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    own = (user.pw_gid, user.pw_name)
+    return (found.gr_gid, found.gr_name) == own and set(found.gr_mem) <= {user.pw_name}

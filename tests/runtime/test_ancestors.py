@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ from cs_runtime.ancestors import why_replaceable
 from cs_runtime.transport.supervisor_link import checked
 
 OTHER = 65534
+#: A group with several users.
+SHARED = 100
 
 Pretend = Callable[[str | Path, int, int], None]
 
@@ -29,7 +33,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         if not isinstance(path, str) or path not in shown:
             return status
         owner, mode = shown[path]
-        return os.stat_result((stat.S_IFDIR | mode, *status[1:4], owner, *status[5:10]))
+        return os.stat_result((stat.S_IFDIR | mode, *status[1:4], owner, SHARED, *status[6:10]))
 
     monkeypatch.setattr(os, "stat", looked_at)
     return lambda path, owner, mode: shown.update({str(path): (owner, mode)})
@@ -79,6 +83,44 @@ def test_what_cannot_be_looked_at_is_not_believed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "stat", looked_at)
     found = why_replaceable(str(tmp_path / "run"))
     assert found == f"{tmp_path}, above it, cannot be looked at (Permission denied); choose another directory"
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "members", "mode", "is_replaceable"),
+    [
+        (1000, "ada", [], 0o775, False),
+        (1000, "ada", ["ada"], 0o775, False),
+        (1000, "ada", [], 0o777, True),
+        (1000, "ada", ["ada", "bob"], 0o775, True),
+        (1000, "users", [], 0o775, True),
+        (1001, "ada", [], 0o775, True),
+    ],
+)
+def test_the_group_of_one_user_is_that_user(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: int,
+    name: str,
+    members: list[str],
+    mode: int,
+    is_replaceable: bool,
+) -> None:
+    ada = pwd.struct_passwd(("ada", "x", os.geteuid(), 1000, "", "/home/ada", "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: ada)
+    monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group((name, "x", group, members)))
+    (run := tmp_path / "open" / "run").mkdir(mode=0o700, parents=True)
+    run.parent.chmod(mode)
+    assert (why_replaceable(str(run)) is not None) == is_replaceable
+
+
+def test_a_group_without_a_name_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> grp.struct_group:
+        raise KeyError
+
+    monkeypatch.setattr(grp, "getgrgid", unknown)
+    (run := tmp_path / "open" / "run").mkdir(mode=0o700, parents=True)
+    run.parent.chmod(0o775)
+    assert why_replaceable(str(run)) is not None
 
 
 def test_in_a_user_namespace_the_owner_of_all_counts_as_root(tmp_path: Path, pretend: Pretend) -> None:
