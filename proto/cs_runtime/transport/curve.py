@@ -24,6 +24,7 @@ from zmq.utils import z85
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_REPLICAS
+from cs_runtime.ancestors import why_replaceable
 
 __all__ = [
     "WORKER_ROLES",
@@ -370,6 +371,8 @@ def _own_directory(directory: str) -> str:
         raise ConfigurationError(
             f"{directory}, the directory of keys, must belong to you, and others may not write there"
         )
+    if objection := why_replaceable(os.path.realpath(directory)):
+        raise ConfigurationError(f"other users could replace {directory}, the directory of keys: {objection}")
     return directory
 
 

@@ -94,6 +94,7 @@ def test_keys_are_not_replaced(keys: str) -> None:
     ("change", "said"),
     [
         (lambda path: path.parent.chmod(0o770), "must belong to you, and others may not write there"),
+        (lambda path: path.parent.parent.chmod(0o777), "other users could replace .*: others may write to"),
         (lambda path: path.chmod(0o640), "must be a file of yours that is closed to other users"),
         (lambda path: path.unlink(), "cannot be read: No such file or directory; cs-launch keys"),
         (lambda path: path.write_text("nonsense"), "holds no key"),
