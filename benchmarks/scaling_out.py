@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,26 @@ def seconds_of(results: dict[str, Any]) -> Seconds:
 
 
 def by_workers(seconds: Seconds, work: str) -> list[tuple[int, float]]:
-    """What a step over 1 Gbit/s took with each number of workers."""
-    ways = sorted((cluster.SLOW_RELAY, *cluster.BY_WORKERS), key=lambda way: way.replicas)
-    return [(way.replicas, seconds[work, way.name]) for way in ways if (work, way.name) in seconds]
+    """What a step over 1 Gbit/s took with each number of workers, each at an outpost of its own."""
+    return _by_workers(seconds, work, (cluster.SLOW_RELAY, *cluster.BY_WORKERS))
 
 
-def modelled(work: str, workers: int, gbit: float) -> cost.Cost:
-    """The formula of a work."""
+def by_workers_of_one(seconds: Seconds, work: str) -> list[tuple[int, float]]:
+    """The same with all workers at one outpost."""
+    return _by_workers(seconds, work, (cluster.SLOW_OUTPOST, *cluster.OUTPOST_BY_WORKERS))
+
+
+def _by_workers(seconds: Seconds, work: str, ways: Iterable[cluster.Way]) -> list[tuple[int, float]]:
+    found = sorted(ways, key=lambda way: way.replicas)
+    return [(way.replicas, seconds[work, way.name]) for way in found if (work, way.name) in seconds]
+
+
+def modelled(work: str, workers: int, gbit: float, copies: int | None = None) -> cost.Cost:
+    """The formula of a work. ``copies`` of the variables are sent; None: each worker has one."""
     rate = cost.sealed_rate(gbit * 1e9)
     if work in cluster.DENSE:
-        return cost.dense(workers, cluster.DENSE[work], rate)
-    return cost.rows(workers, cluster.ROWS_NBYTES, rate)
+        return cost.dense(workers, cluster.DENSE[work], rate, copies)
+    return cost.rows(workers, cluster.ROWS_NBYTES, rate, copies)
 
 
 def steps(seconds: Seconds) -> str:
@@ -62,15 +71,51 @@ def steps(seconds: Seconds) -> str:
     return "\n".join(lines)
 
 
+def shared(seconds: Seconds) -> str:
+    """The steps of two workers over 1 Gbit/s: at an outpost each, and at one outpost that has one copy."""
+    names = [f"{where}: {what}" for where in ("an outpost each", "one outpost") for what in ("formula", "measured")]
+    lines = _head("step, two workers, 1 Gbit/s", *names, "measured / formula")
+    for work in cluster.SLOW_OUTPOST.works:
+        apart, together = modelled(work, 2, 1).total, modelled(work, 2, 1, 1).total
+        found = seconds.get((work, cluster.SLOW_OUTPOST.name))
+        cells = [report.shown(apart), _shown(seconds.get((work, cluster.SLOW_RELAY.name)))]
+        cells += [report.shown(together), _shown(found), f"{found / together:.2f}" if found else "-"]
+        lines.append(_row(TITLES[work], *cells))
+    return "\n".join(lines)
+
+
 def growth(seconds: Seconds) -> str:
     """The steps that were measured with several numbers of workers, beside the formula."""
-    lines = _head("workers", *(f"{TITLES[work]}: {what}" for work in (DENSE, ROWS) for what in ("formula", "measured")))
-    found = {work: dict(by_workers(seconds, work)) for work in (DENSE, ROWS)}
-    for workers in sorted({*found[DENSE], *found[ROWS]}):
+    kinds = [
+        (f"{TITLES[work]}{where}", work, copies, dict(points(seconds, work)))
+        for work in (DENSE, ROWS)
+        for where, copies, points in (("", None, by_workers), (", one outpost", 1, by_workers_of_one))
+    ]
+    lines = _head("workers", *(f"{title}: {what}" for title, *_ in kinds for what in ("formula", "measured")))
+    for workers in sorted({count for *_, found in kinds for count in found}):
         cells = [
             cell
-            for work in (DENSE, ROWS)
-            for cell in (report.shown(modelled(work, workers, 1).total), _shown(found[work].get(workers)))
+            for _, work, copies, found in kinds
+            for cell in (report.shown(modelled(work, workers, 1, copies).total), _shown(found.get(workers)))
+        ]
+        lines.append(_row(f"{workers}", *cells))
+    return "\n".join(lines)
+
+
+def messages(seconds: Seconds) -> str:
+    """Empty runs with several numbers of workers, beside the formula."""
+    formulas = {
+        "one machine": cost.control_here,
+        "relay": cost.control,
+        "one outpost": lambda workers: cost.control(workers, 1),
+    }
+    lines = _head("workers", *(f"{name}: {what}" for name in formulas for what in ("formula", "measured")))
+    found = {name: dict(_by_workers(seconds, cluster.EMPTY, cluster.CONTROL[name])) for name in formulas}
+    for workers in sorted({count for each in found.values() for count in each}):
+        cells = [
+            cell
+            for name, formula in formulas.items()
+            for cell in (report.shown(formula(workers)), _shown(found[name].get(workers)))
         ]
         lines.append(_row(f"{workers}", *cells))
     return "\n".join(lines)
@@ -78,7 +123,7 @@ def growth(seconds: Seconds) -> str:
 
 def fast(seconds: Seconds) -> str:
     """What the network costs beside one machine, where the link has no limit."""
-    ways = ("one machine", "relay", "ray-ps", "tf-ps", "ddp-gloo")
+    ways = ("one machine", "relay", "one outpost", "ray-ps", "tf-ps", "ddp-gloo")
     lines = _head("step, two workers, no limit", *ways)
     for work in ("empty-run", *cluster.DENSE, *cluster.ROWS[:2]):
         lines.append(_row(TITLES[work], *(_shown(seconds.get((work, way))) for way in ways)))
@@ -167,7 +212,9 @@ TITLES = {
 }
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps": lambda results: steps(seconds_of(results)),
+    "shared": lambda results: shared(seconds_of(results)),
     "growth": lambda results: growth(seconds_of(results)),
+    "messages": lambda results: messages(seconds_of(results)),
     "fast": lambda results: fast(seconds_of(results)),
     "goals": goals,
     "many": lambda results: many(seconds_of(results)),
@@ -182,10 +229,11 @@ def drawing(results: dict[str, Any]) -> str:
     seconds, plain, nbytes = seconds_of(results), cost.plain_rate(1e9), cluster.ROWS_NBYTES
     dense = scaling.Axis(
         "16 MB dense, 1 Gbit/s",
-        "workers, each on a node of its own",
+        "workers, each on a node of its own unless said",
         WORKERS,
         {
             "formula of this service": [modelled(DENSE, n, 1).total for n in WORKERS],
+            "formula of this service, all on one node": [modelled(DENSE, n, 1, 1).total for n in WORKERS],
             "formula of a ring": [cost.ring(n, 1, 16 * MB, plain).total for n in WORKERS],
         },
         _points(seconds, DENSE),
@@ -207,7 +255,8 @@ def drawing(results: dict[str, Any]) -> str:
         "workers",
         WORKERS,
         {f"{gbit} Gbit/s": [cost.rows(n, MB, cost.sealed_rate(gbit * 1e9)).total for n in WORKERS] for gbit in (1, 10)}
-        | {"control alone": [cost.control(n) for n in WORKERS]},
+        | {"messages alone": [cost.control(n) for n in WORKERS]},
+        {"messages alone, measured": _by_workers(seconds, cluster.EMPTY, cluster.CONTROL["relay"])},
     )
     return scaling.drawing([dense, rows, faster])
 
@@ -237,7 +286,10 @@ def main() -> None:
 
 
 def _points(seconds: Seconds, work: str) -> dict[str, list[tuple[int, float]]]:
-    found = {"this service, measured": by_workers(seconds, work)}
+    found = {
+        "this service, measured": by_workers(seconds, work),
+        "this service, one outpost, measured": by_workers_of_one(seconds, work),
+    }
     for peer in PEERS:
         if (work, peer) in seconds:
             found[f"{peer.partition(',')[0]}, measured"] = [(2, seconds[work, peer])]

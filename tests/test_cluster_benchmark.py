@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -47,10 +52,65 @@ def test_steps_on_many_machines_are_shown_beside_the_formula() -> None:
     seconds = {("adam-16MB", "relay, 1 Gbit/s"): 0.6, ("adam-16MB", "relay, 1 Gbit/s, 8 workers"): 2.1}
     (line,) = [line for line in scaling_out.steps(seconds).splitlines() if "16 MB" in line]
     # 2 * 2 * 16 MB at 125 MB/s, 16 MB of Adam with two gradients, and two workers' messages
-    assert line == "| Adam, 16 MB | 517 ms | 600 ms | 1.16 | - | - | - |"
+    assert line == "| Adam, 16 MB | 519 ms | 600 ms | 1.16 | - | - | - |"
+    seconds |= {("adam-16MB", "one outpost, 1 Gbit/s"): 0.4, ("adam-16MB", "one outpost, 1 Gbit/s, 8 workers"): 1.2}
     lines = scaling_out.growth(seconds).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 2", "| 8"]
-    assert lines[3].split(" | ")[2] == "2.10 s"
+    # 16 and 9 times 16 MB at 125 MB/s, 16 MB of Adam with eight gradients, and eight workers' messages
+    assert lines[3].split(" | ")[1:5] == ["2.06 s", "2.10 s", "1.17 s", "1.20 s"]
+    (line,) = [line for line in scaling_out.shared(seconds).splitlines() if "16 MB" in line]
+    assert line == "| Adam, 16 MB | 519 ms | 600 ms | 391 ms | 400 ms | 1.02 |"
+
+
+def test_the_messages_of_a_step_are_a_line_through_empty_runs() -> None:
+    import cluster
+    import report
+    import scaling_out
+
+    ways = (*cluster.CONTROL["relay"], *cluster.CONTROL["one outpost"])
+    took = {("empty-run", way.name): [1e-3 + way.copies * 5e-4 + way.replicas * 2e-4] for way in ways}
+    rows = report.rows_of(took | {("empty-run", "one machine"): [3e-4]})  # one point is no line
+    assert cluster.control(rows) == ["messages to other machines: 1.00 ms + 0.50 ms M + 0.20 ms N"]
+    lines = scaling_out.messages({(row.work, row.peer): row.seconds for row in rows}).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1", "| 2", "| 4"]
+    assert lines[3].split(" | ")[2::2] == ["300 µs", "2.40 ms", "1.90 ms |"]
+
+
+def test_who_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cluster
+    import environments
+
+    def fails(family: str) -> None:
+        raise subprocess.CalledProcessError(1, ["pip", family])
+
+    monkeypatch.setattr(environments, "make", fails)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = cluster.missing(list(cluster.WAYS))
+    assert {name.partition(",")[0] for name in found} == {"ddp-gloo", "ray-ps", "tf-ps", "a killed node"}
+    assert found["tf-ps"] == "pip could not install tensorflow-cpu"
+    assert found["a killed node"].endswith("make .venv/.installed-ray")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "need root" in cluster.missing([cluster.RELAY])["relay"]
+    assert cluster.missing([cluster.ONE_MACHINE]) == {}
+
+
+def test_a_part_that_is_measured_anew_leaves_the_other_figures(tmp_path: Path) -> None:
+    import cluster
+    import report
+
+    options = SimpleNamespace(results=tmp_path)
+    first = {("adam-1MB", "relay"): [1.0], ("empty-run", "relay"): [2.0], ("adam-1MB", "tf-ps"): [3.0]}
+    cluster._write(options, list(cluster.WAYS), report.rows_of(first), ["relay failed: once", "tf-ps failed: once"])
+    cluster._write(options, [cluster.RELAY], report.rows_of({("empty-run", "relay"): [4.0]}), [])
+    known = json.loads((tmp_path / "cluster.json").read_text())
+    assert {(row["work"], row["peer"]): row["seconds"] for row in known["rows"]} == {
+        ("adam-1MB", "relay"): 1.0,
+        ("empty-run", "relay"): 4.0,
+        ("adam-1MB", "tf-ps"): 3.0,
+    }
+    assert known["failures"] == ["tf-ps failed: once"]
 
 
 def test_goals_of_many_machines_are_ratios() -> None:
@@ -60,11 +120,13 @@ def test_goals_of_many_machines_are_ratios() -> None:
     by_way = {way.name: way.works for way in cluster.WAYS}
     for goal in cluster.GOALS:
         assert goal.work in by_way[goal.ours]
-        assert goal.other in (cluster.MODEL, cluster.MORE, cluster.LIMIT) or goal.work in by_way[goal.other]
+        models = (cluster.MODEL, cluster.SHARED, cluster.MORE, cluster.LIMIT)
+        assert goal.other in models or goal.work in by_way[goal.other]
     figures = {
         ("adam-1MB", "ray-ps"): [0.010],
         ("adam-1MB", "relay"): [0.004],
         ("adam-16MB", "relay, 1 Gbit/s"): [0.768],  # one and a half times 2 * 2 * 16 MB at 125 MB/s
+        ("adam-100MB", "one outpost, 1 Gbit/s"): [2.4],  # 3 * 100 MB at 125 MB/s
         ("empty-run", "one machine"): [0.001],
         ("empty-run", "relay"): [0.003],
         ("killed-node/room", "a killed node"): [2.5],
@@ -79,6 +141,7 @@ def test_goals_of_many_machines_are_ratios() -> None:
     assert reached == {
         ("adam-1MB", ">="): (2.5, True),
         ("adam-16MB", "<="): (1.5, False),
+        ("adam-100MB", "<="): (1.0, True),
         ("empty-run", "<="): (1.5, False),
         ("killed-node/room", "<="): (0.5, True),
         ("rows", "<="): (1.1, True),

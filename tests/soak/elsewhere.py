@@ -1,5 +1,5 @@
-"""A service under attack whose workers are on other machines: two launchers that join over TCP by way of a proxy, whose
-connections the nemesis cuts.
+"""A service under attack whose workers are on other machines: launchers that join over TCP by way of proxies, whose
+connections the nemesis cuts. There is one for each worker, or one with both workers.
 
 The machines are other run directories on this one. A launcher that has ended is started again, as a supervisor of
 services like systemd would do.
@@ -27,31 +27,32 @@ from tests.soak.sessions import LAUNCHER, PATIENCE, Session, Stuck
 
 from cs_runtime.transport.curve import make_keys
 
-__all__ = ["LINKS", "Elsewhere", "elsewhere"]
+__all__ = ["Elsewhere", "elsewhere"]
 
-#: The connections that :meth:`Elsewhere.cut` cuts.
-LINKS = tuple(f"link{replica}" for replica in range(REPLICAS))
 _LISTENS = re.compile(r"observers on (tcp://[\d.]+:\d+)")
 #: So long nothing passes a link at most that was cut, seconds: less than a worker may be silent.
 _LONGEST_CUT = 1.0
 
 
 class Elsewhere(Session):
-    """A running workload with two workers elsewhere. Made by :func:`elsewhere`."""
+    """A running workload with its workers elsewhere. Made by :func:`elsewhere`."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str], options: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, arguments: Sequence[str], options: Mapping[str, str], outposts: int) -> None:
+        #: The connections that :meth:`cut` cuts.
+        self.links = tuple(f"link{number}" for number in range(outposts))
+        self._workers = REPLICAS // outposts
         self._outposts: list[subprocess.Popen[bytes]] = []
         self._addresses: list[str] = []
         self._cuts: list[tuple[Callable[[], None], Callable[[bool], None]]] = []
         self._is_over = False
         keys = directory / "keys"
-        for replica in range(REPLICAS):
-            name, own = f"n{replica}", directory / f"{replica}"
-            make_keys(str(keys), worker=name)
+        for number in range(outposts):
+            name, own = f"n{number}", directory / f"{number}"
+            make_keys(str(keys), worker=name, places=self._workers)
             own.mkdir(mode=0o700)
             (own / "service.key").write_bytes((keys / "service.key").read_bytes())
             (keys / f"worker-{name}.key_secret").rename(own / f"worker-{name}.key_secret")
-            (directory / f"machine{replica}").mkdir(mode=0o700)
+            (directory / f"machine{number}").mkdir(mode=0o700)
         serve = ("--serve", str(REPLICAS), "--listen", "tcp://127.0.0.1:0", "--keys", str(keys))
         super().__init__(directory, arguments, True, {}, options, (sys.executable, "-m", LAUNCHER, *serve))
 
@@ -62,15 +63,15 @@ class Elsewhere(Session):
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise Stuck(f"the service does not listen\n{self.tail()}")
             time.sleep(0.05)
-        for replica in range(REPLICAS):
+        for number in range(len(self.links)):
             address, cut, hold = stack.enter_context(proxied(found[1]))
             self._addresses.append(address)
             self._cuts.append((cut, hold))
-            self._outposts.append(self._outpost(replica))
+            self._outposts.append(self._outpost(number))
 
     def cut(self, link: str, rng: random.Random) -> bool:
-        """Cut one of the :data:`LINKS`, after which nothing passes for a while; that it was there."""
-        cut, hold = self._cuts[LINKS.index(link)]
+        """Cut one of the :attr:`links`, after which nothing passes for a while; that it was there."""
+        cut, hold = self._cuts[self.links.index(link)]
         hold(True)
         cut()
         self.watch(rng.choice([0.0, rng.uniform(0.0, _LONGEST_CUT)]))
@@ -99,18 +100,19 @@ class Elsewhere(Session):
         super().close()
 
     def _read(self, timeout: float) -> bool:
-        for replica, outpost in enumerate(self._outposts):
+        for number, outpost in enumerate(self._outposts):
             if outpost.poll() is not None and not self._is_over:
-                self._outposts[replica] = self._outpost(replica)
+                self._outposts[number] = self._outpost(number)
         return super()._read(timeout)
 
-    def _outpost(self, replica: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", LAUNCHER, "--join", self._addresses[replica]]
-        machine = str(self.directory / f"machine{replica}")
+    def _outpost(self, number: int) -> subprocess.Popen[bytes]:
+        devices = ",".join(f"cpu:{worker}" for worker in range(self._workers))
+        command = [sys.executable, "-m", LAUNCHER, "--join", self._addresses[number], "--devices", devices]
+        machine = str(self.directory / f"machine{number}")
         own = {"PYTHONUNBUFFERED": "1", "XDG_RUNTIME_DIR": machine, "TMPDIR": machine, MARK: self.mark}
-        with (self.directory / f"outpost{replica}").open("ab") as said:
+        with (self.directory / f"outpost{number}").open("ab") as said:
             return subprocess.Popen(
-                [*command, "--keys", str(self.directory / f"{replica}")],
+                [*command, "--keys", str(self.directory / f"{number}")],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -121,10 +123,13 @@ class Elsewhere(Session):
 
 
 @contextmanager
-def elsewhere(*arguments: str, options: Mapping[str, str] | None = None) -> Iterator[Elsewhere]:
-    """A workload for the length of a block, launched with the service's ``options``."""
+def elsewhere(
+    *arguments: str, options: Mapping[str, str] | None = None, outposts: int = REPLICAS
+) -> Iterator[Elsewhere]:
+    """A workload for the length of a block, launched with the service's ``options``. The ``outposts`` have as many of
+    its workers each."""
     with tempfile.TemporaryDirectory(prefix="soak-") as directory, ExitStack() as proxies:
-        made = Elsewhere(Path(directory), arguments, options or {})
+        made = Elsewhere(Path(directory), arguments, options or {}, outposts)
         try:
             made.join(proxies)
             yield made

@@ -23,7 +23,7 @@ from tests.harness.processes import ROOT, marked
 from tests.harness.stand_in_gpus import stand_in_gpus
 from tests.harness.timing import unit
 from tests.soak import causes, leaving, losing, policy, returning, same, steady, waiting
-from tests.soak.elsewhere import LINKS, elsewhere
+from tests.soak.elsewhere import elsewhere
 from tests.soak.history import check, reads_its_own
 from tests.soak.lossy import Faults
 from tests.soak.sessions import LATE, PATIENCE, Late, Session, Stuck, session
@@ -52,9 +52,16 @@ VISITED = [name for name in FAILPOINTS if name not in UNVISITED]
 _NOT_ON_A_GPU = {"server.kept", "server.phase", "server.pass"}
 _GPU = ("--parameter-device", "gpu:0")
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
-#: Who is hit where workers run elsewhere, and who together: a worker that dies twice in a run is not replaced.
-_ELSEWHERE = ("w0", "w1", "outpost0", "outpost1", "gateway", "server", *LINKS)
-_ELSEWHERE_AT_ONCE = [("w0", "w1"), ("outpost0", "outpost1"), ("server", "gateway"), ("server", "w1"), LINKS]
+#: Who is hit where workers run elsewhere, and who together, by the number of outposts. A worker that dies twice in a
+#: run is not replaced.
+_ELSEWHERE = {
+    1: ("w0", "w1", "outpost0", "gateway", "server", "link0"),
+    2: ("w0", "w1", "outpost0", "outpost1", "gateway", "server", "link0", "link1"),
+}
+_ELSEWHERE_AT_ONCE = {
+    1: [("w0", "w1"), ("server", "outpost0"), ("server", "gateway"), ("server", "w1"), ("server", "link0")],
+    2: [("w0", "w1"), ("outpost0", "outpost1"), ("server", "gateway"), ("server", "w1"), ("link0", "link1")],
+}
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
 # run. Where the server comes with every message and tick, none may be hit before it serves.
 _HITS = (6, 30)
@@ -236,18 +243,21 @@ def _gpu_server_deaths(attempt: Attempt) -> None:
 
 
 def _deaths_elsewhere(attempt: Attempt) -> None:
-    """Of workers elsewhere, their launchers, the process that listens, the server; and links that are cut."""
+    """Of workers elsewhere, their launchers, the process that listens, the server; and links that are cut. In half of
+    the sessions both workers are at one outpost."""
     rng = attempt.random
-    arguments = _kind_of_training(rng)
-    with attempt.training(*arguments, made=elsewhere, options=_NEVER_GIVES_UP) as attacked:
+    arguments, outposts = _kind_of_training(rng), rng.choice([1, 2])
+    one, together = _ELSEWHERE[outposts], _ELSEWHERE_AT_ONCE[outposts]
+    with attempt.training(*arguments, made=elsewhere, options=_NEVER_GIVES_UP, outposts=outposts) as attacked:
         attacked.wait_for_steps(1)
         while attempt.tried < attempt.trials:
             attacked.watch(rng.uniform(0.0, 0.3))
             left = attempt.trials - attempt.tried
-            hit = (
-                rng.choice(_ELSEWHERE_AT_ONCE) if left > 1 and rng.random() < _ALL_AT_ONCE else [rng.choice(_ELSEWHERE)]
-            )
-            died = [attacked.cut(each, rng) if each in LINKS else attacked.hit(each, signal.SIGKILL) for each in hit]
+            hit = rng.choice(together) if left > 1 and rng.random() < _ALL_AT_ONCE else [rng.choice(one)]
+            died = [
+                attacked.cut(each, rng) if each in attacked.links else attacked.hit(each, signal.SIGKILL)
+                for each in hit
+            ]
             if any(died):
                 seconds = attacked.wait_for_steps(_STEPS_AFTER)
                 for _ in range(sum(died)):

@@ -22,10 +22,12 @@ from cs_proto.frozen import frozen
 
 __all__ = [
     "CONTROL",
+    "CONTROL_HERE",
+    "CONTROL_HERE_REPLICA",
+    "CONTROL_LINK",
     "CONTROL_REPLICA",
     "CURVE",
     "HOP",
-    "RELAYS",
     "ROWS",
     "UPDATE",
     "UPDATE_REPLICA",
@@ -33,6 +35,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "control",
+    "control_here",
     "dense",
     "plain_rate",
     "replicas_within",
@@ -42,12 +45,15 @@ __all__ = [
     "sealed_rate",
 ]
 
-# Measured on two cores of one machine, in medians; docs/performance.md has the benchmarks.
+# Measured on two cores of one machine, in medians; docs/performance.md has the benchmarks of updates.
 
-#: Seconds of a run without variables: the script, the server, and each replica.
-CONTROL, CONTROL_REPLICA = 0.30e-3, 0.163e-3
-#: Seconds that two relays and a network add to such a run: three times 0.2 ms, each a round trip with its wake-ups.
-RELAYS = 0.60e-3
+# The next five are the lines that `python benchmarks/cluster.py --works empty-run` prints: those that come nearest to
+# empty runs of 1, 2 and 4 workers. All processes shared two cores then, those of the nodes, too; other programs ran as
+# well, over which these had priority.
+#: Seconds of a run without variables on one machine: of the script and the server, and of each replica.
+CONTROL_HERE, CONTROL_HERE_REPLICA = 0.23e-3, 0.18e-3
+#: The same with replicas on other machines. Each link adds what the processes at its ends take to pass messages on.
+CONTROL, CONTROL_LINK, CONTROL_REPLICA = 1.50e-3, 0.48e-3, 0.35e-3
 #: Seconds of one hop between neighbours of a ring.
 HOP = 0.10e-3
 #: Seconds a byte of an Adam step of the server: of the variables, and of each gradient. Others write fewer slots.
@@ -93,13 +99,20 @@ def sealed_rate(bits: float) -> float:
     return min(plain_rate(bits), CURVE)
 
 
-def control(replicas: int) -> float:
-    """Seconds of a step without bytes: 0.9 ms + 0.163 ms * N. The server hears every replica.
+def control(replicas: int, links: int | None = None) -> float:
+    """Seconds of a step without bytes: 1.50 ms + 0.48 ms * M + 0.35 ms * N. The server hears every replica.
 
-    >>> f"{control(2):.6f} {control(64):.6f}"
-    '0.001226 0.011332'
+    ``links`` is M, the number of nodes that have a link and a copy of the variables; None: each replica has one.
+
+    >>> f"{control(2):.6f} {control(64):.6f} {control(64, 8):.6f}"
+    '0.003160 0.054620 0.027740'
     """
-    return CONTROL + RELAYS + CONTROL_REPLICA * replicas
+    return CONTROL + CONTROL_LINK * (replicas if links is None else links) + CONTROL_REPLICA * replicas
+
+
+def control_here(replicas: int) -> float:
+    """The same with all replicas on the machine of the server: 0.23 ms + 0.18 ms * N."""
+    return CONTROL_HERE + CONTROL_HERE_REPLICA * replicas
 
 
 def dense(replicas: int, nbytes: float, rate: float, copies: int | None = None) -> Cost:
@@ -113,16 +126,17 @@ def dense(replicas: int, nbytes: float, rate: float, copies: int | None = None) 
     ['2.048', '1.280', '1.152']
     """
     travels = ((replicas if copies is None else copies) + replicas) * nbytes
-    return Cost(travels / rate, (UPDATE + UPDATE_REPLICA * replicas) * nbytes, control(replicas))
+    return Cost(travels / rate, (UPDATE + UPDATE_REPLICA * replicas) * nbytes, control(replicas, copies))
 
 
-def rows(replicas: int, nbytes: float, rate: float) -> Cost:
-    """A step in which each replica looks up and updates ``nbytes`` (R) of rows, as it is built.
+def rows(replicas: int, nbytes: float, rate: float, links: int | None = None) -> Cost:
+    """A step in which each replica looks up and updates ``nbytes`` (R) of rows, as it is built. ``links`` is M, as for
+    :func:`control`.
 
     network 2 * N * R / B: rows go out, and gradients of rows come in. update 0.40 ms/MB * N * R. The height of the
     table does not matter.
     """
-    return Cost(2 * replicas * nbytes / rate, ROWS * replicas * nbytes, control(replicas))
+    return Cost(2 * replicas * nbytes / rate, ROWS * replicas * nbytes, control(replicas, links))
 
 
 def ring(nodes: int, per_node: int, nbytes: float, rate: float) -> Cost:

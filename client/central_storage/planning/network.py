@@ -289,7 +289,7 @@ def _on_one_machine(estimate: Estimate) -> list[str]:
     plan = estimate.plan
     workers, missing = plan.replicas, _missing(Request((), None, None, 0.0, is_assumed=True), estimate)
     update = (cost.UPDATE + cost.UPDATE_REPLICA * workers) * plan.gradients
-    control = cost.CONTROL + cost.CONTROL_REPLICA * workers
+    control = cost.control_here(workers)
     has = f"{rounded(estimate.available)} available"
     return [
         f"plan: {_count(workers, 'worker')} on this machine ({', '.join(plan.devices)}), variables on "

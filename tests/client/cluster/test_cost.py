@@ -24,7 +24,8 @@ def test_each_worker_may_have_a_copy_of_its_own() -> None:
 def test_to_a_node_variables_travel_once(nodes: int, times: int) -> None:
     found, alone = (cost.dense(8, MB, cost.sealed_rate(10e9), copies) for copies in (nodes, None))
     assert found.network == pytest.approx(times * MB / cost.CURVE)
-    assert (found.update, found.control) == (alone.update, alone.control)
+    assert found.update == alone.update
+    assert found.control == pytest.approx(alone.control - (8 - nodes) * cost.CONTROL_LINK)
 
 
 def test_encryption_limits_a_fast_network() -> None:
@@ -56,6 +57,7 @@ def test_rows_cost_what_the_rows_take() -> None:
     once, twice = (cost.rows(4, nbytes, cost.sealed_rate(1e9)) for nbytes in (MB, 2 * MB))
     assert (twice.network, twice.update) == (2 * once.network, 2 * once.update)
     assert twice.control == once.control == cost.control(4)
+    assert cost.rows(4, MB, cost.sealed_rate(1e9), 1).control == cost.control(4, 1) < once.control
     assert once.total == once.network + once.update + once.control
 
 
