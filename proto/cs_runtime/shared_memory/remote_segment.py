@@ -57,14 +57,18 @@ class RemoteSegment:
         return copy
 
     def rows(self, array: Array, rows: np.ndarray) -> np.ndarray:
-        """A copy of these rows of the array; ``rows`` is int64 of any shape, within the array."""
+        """A copy of these rows of the array; ``rows`` is int64 of any shape, within the array. A row that is named
+        several times is fetched once."""
         self._start(array)
         flat, rest = rows.reshape(-1), array.shape[1:]
-        copy = aligned(array.dtype, (*flat.shape, *rest))
-        count = max(1, _AT_ONCE // max(flat.itemsize, math.prod(rest) * item_nbytes(array.dtype)))
-        for first in range(0, len(flat), count):
-            copy[first : first + count] = self._fetch(array, flat[first : first + count])
-        return copy.reshape(*rows.shape, *rest)
+        asked, places = np.unique(flat, return_inverse=True)
+        copy = aligned(array.dtype, (*asked.shape, *rest))
+        count = max(1, _AT_ONCE // max(asked.itemsize, math.prod(rest) * item_nbytes(array.dtype)))
+        for first in range(0, len(asked), count):
+            copy[first : first + count] = self._fetch(array, asked[first : first + count])
+        every = aligned(array.dtype, (*flat.shape, *rest))
+        np.take(copy, places, 0, out=every, mode="clip")  # "raise" would copy once more
+        return every.reshape(*rows.shape, *rest)
 
     def write(self, array: Array, value: np.ndarray) -> None:
         """Write ``value``, of its shape and dtype, where the array lies.

@@ -121,6 +121,19 @@ def test_rows_are_those_of_the_memory(height: int, rest: tuple[int, ...], rows: 
     assert np.array_equal(seen, server.segments.get("parameters/float32").rows(array, shaped))
 
 
+def test_a_row_that_is_named_again_is_fetched_once() -> None:
+    server = Server("w0")
+    array = Array("float32", (8, 2), Location("parameters/float32", 128))
+    server.segments.view(array)[...] = np.arange(16).reshape(8, 2)
+    seen = RemoteSegment("parameters/float32", NBYTES, server).rows(array, np.array([5, 1, 5, 5, 1]))
+    assert seen.tolist() == [[10, 11], [2, 3], [10, 11], [10, 11], [2, 3]]
+    assert seen.ctypes.data % 64 == 0
+    [fetch] = server.asked
+    assert isinstance(fetch, Fetch)
+    assert fetch.rows is not None
+    assert frame_view(fetch.rows).tolist() == [1, 5]
+
+
 def test_a_copy_is_current_when_it_is_asked_for() -> None:
     server = Server("w1")
     array = Array("float32", (4,), Location("parameters/float32", 0))
