@@ -339,9 +339,12 @@ def _planned(path: str, found: _Found, stored: Stored) -> tuple[_Plan, list[str]
     plan, missing = _Plan([], []), []
     entries = found.entries()
     for each in entries.columns:
+        if stored.keys.issuperset(each.keys):
+            plan.columns.append(each)
+            continue
         keys = [name if name in stored.keys else key_of(name) for name in each.keys]
         missing += [name for name, key in zip(each.keys, keys, strict=True) if key is None]
-        plan.columns.append(each if keys == each.keys else each.renamed(keys))
+        plan.columns.append(each.renamed(keys))
     for name, entry in entries.single.items():
         if (there := key_of(name)) is not None:
             plan.single.append((there, entry))
