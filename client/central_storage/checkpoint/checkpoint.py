@@ -289,9 +289,9 @@ class Checkpoint(Walked):
         """As :meth:`_save`, under the next number that no process has taken. While a thread writes, another process may
         still take the number of the path that is returned."""
         if in_thread:
-            arrays, index = copies(self._objects(), {})
-            number = next_of(path_of, next_number, arrays)
-            self._start(path_of(number), number, partial(add, path_of, next_number, arrays, index), then)
+            blocks, index = copies(self._objects(), {})
+            number = next_of(path_of, next_number, blocks)
+            self._start(path_of(number), number, partial(add, path_of, next_number, blocks, index), then)
             return path_of(number)
         path, count = save_next(path_of, next_number, self._objects(), {})
         self._saved(path, count, then)

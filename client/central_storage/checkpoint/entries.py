@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from cs_proto.errors import CheckpointError
 
 from . import disk
 from .stored import Stored
-from .writing import Readable
+from .writing import Block
 
 __all__ = [
     "TOGETHER_NBYTES",
@@ -74,19 +73,10 @@ class Entry:
     owner: Strategy | None = None
     #: Of the count of updates of a variable: whose, of which. Counts are set together.
     counted: tuple[Optimizer, Variable] | None = None
-    #: As :attr:`writing.Readable.read_rows`. Those of a service get it from :func:`read_together`.
+    #: As :attr:`writing.Block.read_rows`. Those of a service get it from :func:`read_together`.
     read_rows: ReadRows | None = None
     #: Sets the rows from a number on. Where both are there, a large array is never in memory as a whole.
     write_rows: Callable[[int, np.ndarray], object] | None = None
-
-
-class _Value(NamedTuple):
-    """A value of a column, as :class:`writing.Readable`."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    read: Callable[[], Any]
-    read_rows: None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -154,9 +144,13 @@ class Entries:
         """Add slots of ``optimizer`` beside variables. ``ways`` has what stands before a label, by slot."""
         limit = disk.small_nbytes()
         kinds: dict[np.dtype[Any], tuple[list[str], list[int], list[tuple[int, ...]]]] = {}
-        owner, shape_of = optimizer.strategy, optimizer._slot_shape  # noqa: SLF001  (also where there is no slot yet)
+        owner = optimizer.strategy
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # the shape of a slot, by that of its variable
         for label, variable in labelled:
-            shape, dtype = shape_of(variable), variable.dtype
+            dtype = variable.dtype
+            if (shape := known.get(variable.shape)) is None:
+                # Also where there is no slot yet.
+                shape = known[variable.shape] = optimizer._slot_shape(variable)  # noqa: SLF001
             if owner is None or variable.strategy is not owner or math.prod(shape) * dtype.itemsize > limit:
                 self.put({f"{way}{label}": of_slot(optimizer, variable, slot) for slot, way in ways.items()})
                 continue
@@ -359,37 +353,38 @@ def _fault_of_steps(value: np.ndarray) -> str | None:
     return "it is not the text of a JSON object of numbers of runs by function"
 
 
-def read_together(entries: Entries, *, copied: bool) -> dict[str, Readable]:
-    """All arrays by name. Those of a service are read with a few questions: now if ``copied``, and else when they are
+def read_together(entries: Entries, *, copied: bool) -> list[Block]:
+    """All arrays. Those of a service are read with a few questions: now if ``copied``, and else when they are
     needed."""
-    found: dict[str, Readable] = {}
+    blocks: list[Block] = []
+    others: list[tuple[str, Entry]] = []
     by_owner: dict[Strategy, list[Named]] = {}
     in_rows: dict[Strategy, list[tuple[Entry, Column]]] = {}
     for each in entries.columns:
         by_owner.setdefault(each.owner, []).append(each)
     for key, entry in entries.single.items():
-        if entry.owner is not None and entry.column is not None:
-            if _is_large(entry) and not copied:
-                in_rows.setdefault(entry.owner, []).append((entry, entry.column))
-            else:
-                by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
+        if entry.owner is None or entry.column is None:
+            others.append((key, entry))
+        elif _is_large(entry) and not copied:
+            others.append((key, entry))
+            in_rows.setdefault(entry.owner, []).append((entry, entry.column))
+        else:
+            by_owner.setdefault(entry.owner, []).append(Named(entry.owner, entry.column, [key]))
     for owner, large in in_rows.items():
         readers = owner.controller.read_in_rows([column for _, column in large])
         for (entry, _), reader in zip(large, readers, strict=True):
             entry.read_rows = reader
     for owner, own in by_owner.items():
-        reading = owner.controller.read_all([each.column for each in own], copied=copied)
-        for each, reads in zip(own, reading, strict=True):
-            dtype = np.dtype(each.column.dtype)
-            found |= dict(zip(each.keys, map(_Value, repeat(dtype), each.column.shapes, reads), strict=False))
-    for key, entry in entries.single.items():
-        if key in found:
-            entry.read = found[key].read
+        values = owner.controller.read_all([each.column for each in own], copied=copied)
+        for each, found in zip(own, values, strict=True):
+            blocks.append(Block(np.dtype(each.column.dtype), each.keys, each.column.shapes, found))
+    for key, entry in others:
         if copied:
-            entry.read_rows = None
-            if entry.column is None:
-                entry.read = partial(np.asarray, np.array(entry.read()))
-    return {**found, **entries.single}
+            value = partial(np.asarray, np.array(entry.read()))
+            blocks.append(Block(entry.dtype, [key], [entry.shape], [value]))
+        else:
+            blocks.append(Block(entry.dtype, [key], [entry.shape], [entry.read], entry.read_rows))
+    return blocks
 
 
 class Setting:

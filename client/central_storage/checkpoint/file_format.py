@@ -16,7 +16,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -34,10 +34,12 @@ __all__ = [
     "NO_CHECKSUM",
     "SUFFIX",
     "Kind",
+    "Names",
     "Place",
     "Shaped",
     "check_header",
     "checksum",
+    "checksums_of",
     "damaged",
     "header_of_format_2",
     "holds",
@@ -66,6 +68,8 @@ _DTYPES = {
     **{f"{sign}int{bits}": f"{sign[:1].upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
+# A text as JSON. ``json.dumps`` looks at its options first, and there may be thousands of names.
+_quoted = json.encoder.encode_basestring_ascii
 _NAMES = {stored: name for name, stored in _DTYPES.items()}
 _NO_PLACE = "its header does not give the dtype, shape and place of {}"
 _NUMBERED = re.compile(rf".*-\d+{re.escape(SUFFIX)}", re.DOTALL)
@@ -109,32 +113,34 @@ _FIELDS: Mapping[str, _Field] = {
 
 
 class Shaped(Protocol):
-    """An array that has a place in a header."""
+    """Arrays of one dtype that follow each other in a file."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def keys(self) -> Sequence[str]: ...
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]: ...
 
 
-def plain_header(arrays: Mapping[str, Shaped]) -> bytes:
+def plain_header(blocks: Iterable[Shaped]) -> bytes:
     """The header, with its length, of a safetensors file with these arrays, in this order."""
-    text = f"{{{places_of(arrays)[0]}}}".encode()
+    text = f"{{{places_of(blocks)[0]}}}".encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def places_of(arrays: Mapping[str, Shaped]) -> tuple[str, int]:
+def places_of(blocks: Iterable[Shaped]) -> tuple[str, int]:
     """The places of arrays that follow each other in this order, as they stand in a header, and their bytes."""
     texts: list[str] = []
-    kinds: dict[tuple[np.dtype[Any], tuple[int, ...]], tuple[str, int]] = {}
     end = 0
-    for key, array in arrays.items():
-        dtype, shape = array.dtype, array.shape
-        if (kind := kinds.get((dtype, shape))) is None:
-            kind = kinds[dtype, shape] = _text_of(dtype, shape), math.prod(shape) * dtype.itemsize
-        begin, end = end, end + kind[1]
-        texts.append(f'{json.dumps(key)}: {{{kind[0]}, "data_offsets": [{begin}, {end}]}}')
+    for block in blocks:
+        dtype = block.dtype
+        kinds = {shape: (_text_of(dtype, shape), math.prod(shape) * dtype.itemsize) for shape in set(block.shapes)}
+        for key, shape in zip(block.keys, block.shapes, strict=True):
+            text, nbytes = kinds[shape]
+            begin, end = end, end + nbytes
+            texts.append(f'{_quoted(key)}: {{{text}, "data_offsets": [{begin}, {end}]}}')
     return ", ".join(texts), end
 
 
@@ -149,11 +155,28 @@ def _text_of(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
     return json.dumps({"dtype": _PAIRS.get(name) or _DTYPES[name], "shape": stored})[1:-1]
 
 
-def header_of_format_2(index: Mapping[str, Any], places: str) -> bytes:
-    """The header of a file with these ``places``, with room for its checksum, which :func:`sealed` sets."""
-    metadata = {_CHECKSUM: NO_CHECKSUM, _INDEX: json.dumps({"format": FORMAT, **index})}
-    begun = json.dumps({METADATA: metadata})[:-1]
-    return f"{begun}{', ' * bool(places)}{places}}}".encode()
+class Names:
+    """The names of a file's arrays in the order of their checksums, which are known later than the names."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        # A quoted text has no line break, and no character that another quoting would change but these two.
+        quoted = "\n".join(map(_quoted, keys)).replace("\\", "\\\\").replace('"', '\\"')
+        self._twice_quoted = quoted.split("\n") if quoted else []
+
+    def with_checksums(self, checksums: Iterable[str]) -> str:
+        """A JSON object of the checksums by name, as it stands in a JSON text within JSON."""
+        pairs = zip(self._twice_quoted, checksums, strict=True)
+        return "{" + ", ".join([f'{name}: \\"{checksum}\\"' for name, checksum in pairs]) + "}"
+
+
+def header_of_format_2(own: Mapping[str, Any], checksums: str, index: Mapping[str, Any], places: str) -> bytes:
+    """The header of a file with these ``places``, with room for its checksum, which :func:`sealed` sets. The checksums
+    come from :class:`Names`; ``own`` are the fields before them, ``index`` those behind them."""
+    before = _quoted(json.dumps({"format": FORMAT, **own})[:-1])[:-1]
+    behind = _quoted(json.dumps(index)[1:])[1:]
+    text = f'{before}, \\"checksums\\": {checksums}, {behind}'
+    begun = json.dumps({METADATA: {_CHECKSUM: NO_CHECKSUM}})[:-2]
+    return f'{begun}, "{_INDEX}": {text}}}{", " * bool(places)}{places}}}'.encode()
 
 
 def sealed(header: bytes) -> bytes:
@@ -167,6 +190,11 @@ def sealed(header: bytes) -> bytes:
 def checksum(data: Any) -> str:
     """The CRC-32 of bytes, as eight digits."""
     return f"{zlib.crc32(data):08x}"
+
+
+def checksums_of(found: Sequence[int]) -> list[str]:
+    """CRC-32s as :func:`checksum` has them."""
+    return np.array(found, ">u4").tobytes().hex(" ", 4).split()
 
 
 def require_checksum(path: str, what: str, found: str, expected: str) -> None:
@@ -261,22 +289,27 @@ def _places(
     places: dict[str, Place] = {}
     shapes: list[list[Any]] = []
     at, is_in_order, kind = begin, True, Kind("", (), 0)
-    before: list[Any] = [..., ..., ...]  # what no JSON is equal to
+    before_dtype: Any = ...  # what no JSON is equal to
+    before_shape: Any = ...
+    before_complex: str | None = None
     for key, entry in entries.items():
         try:
             dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(path, _NO_PLACE.format(key)) from error
-        if shape != before[1] or dtype != before[0] or complex_.get(key) != before[2]:
-            before = [dtype, shape, complex_.get(key)]
-            kind = _kind(path, key, dtype, shape, before[2], kinds)
+        name = complex_.get(key) if complex_ else None
+        if shape != before_shape or dtype != before_dtype or name != before_complex:
+            before_dtype, before_shape, before_complex = dtype, shape, name
+            kind = _kind(path, key, dtype, shape, name, kinds)
         if type(first) is not int or type(last) is not int or not 0 <= first <= last:
             raise damaged(path, _NO_PLACE.format(key))
         if kind.nbytes >= 0 and last - first != kind.nbytes:
             raise damaged(path, f"{key} has {last - first} bytes, which does not match {_NAMES[dtype]}{shape}")
-        places[key] = begin + first, last - first, kind
+        offset = begin + first
+        places[key] = offset, last - first, kind
         shapes.append(shape)
-        is_in_order = is_in_order and at == begin + first
+        if offset != at:
+            is_in_order = False
         at = begin + last
     if not set(map(type, itertools.chain.from_iterable(shapes))) <= {int}:  # true is equal to the 1 of the array before
         key = next(key for key, shape in zip(places, shapes, strict=True) if not all(map(_is_count, shape)))

@@ -60,7 +60,7 @@ from .entries import (
 from .renaming import with_names
 from .status import Status, difference
 from .stored import Stored, reading
-from .writing import Readable, add, replace
+from .writing import Block, add, replace
 
 __all__ = [
     "SUFFIX",
@@ -209,8 +209,8 @@ def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None
 
     Raises ContextError in a replica, CheckpointSaveError and CheckpointError as :func:`writing.replace`.
     """
-    with _all_of(objects, more) as (entries, index):
-        replace(path, entries, index)
+    with _all_of(objects, more) as (blocks, index):
+        replace(path, blocks, index)
 
 
 @_uncollected()
@@ -222,14 +222,14 @@ def save_next(
 ) -> tuple[str, int]:
     """As :func:`save`, but to the path of the next free number: see :func:`writing.add`. Returns the path and its
     number, which is the ``save_counter`` of the index."""
-    with _all_of(objects, more) as (entries, index):
-        return add(path_of, next_number, entries, index)
+    with _all_of(objects, more) as (blocks, index):
+        return add(path_of, next_number, blocks, index)
 
 
 @contextlib.contextmanager
 def _all_of(
     objects: Mapping[str, Any], more: Mapping[str, Any], *, copied: bool = False
-) -> Iterator[tuple[dict[str, Readable], dict[str, Any]]]:
+) -> Iterator[tuple[list[Block], dict[str, Any]]]:
     """All arrays to save, as of one moment, and the index. If not ``copied``, the values must be read in the block."""
     _refuse_in_replica("saved")
     opening.before_save()
@@ -240,7 +240,7 @@ def _all_of(
 
 
 @_uncollected()
-def copies(objects: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[Mapping[str, Readable], dict[str, Any]]:
+def copies(objects: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[list[Block], dict[str, Any]]:
     """Copies of all values of ``objects``, as of one moment, and the index: what :func:`replace` and :func:`add` of
     ``writing`` write. Raises ContextError in a replica."""
     with _all_of(objects, more, copied=True) as found:
@@ -339,9 +339,12 @@ def _planned(path: str, found: _Found, stored: Stored) -> tuple[_Plan, list[str]
     plan, missing = _Plan([], []), []
     entries = found.entries()
     for each in entries.columns:
+        if stored.keys.issuperset(each.keys):
+            plan.columns.append(each)
+            continue
         keys = [name if name in stored.keys else key_of(name) for name in each.keys]
         missing += [name for name, key in zip(each.keys, keys, strict=True) if key is None]
-        plan.columns.append(each if keys == each.keys else each.renamed(keys))
+        plan.columns.append(each.renamed(keys))
     for name, entry in entries.single.items():
         if (there := key_of(name)) is not None:
             plan.single.append((there, entry))

@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
-from cs_proto.frozen import frozen
 
 from . import disk
 from .file_format import holds, plain_header
 from .graph import find_file, find_unnumbered
 from .stored import Stored, reading, reading_plain
-from .writing import explained, open_draft, replace
+from .writing import Block, explained, open_draft, replace
 
 __all__ = ["export_checkpoint", "import_checkpoint"]
 
@@ -117,35 +116,25 @@ def import_checkpoint(source: str | os.PathLike[str], save_path: str | os.PathLi
     suffix = os.path.splitext(path)[1]
     if suffix == disk.SUFFIX:
         with reading_plain(path) as stored:
-            return _save(wanted, {key: _of_stored(path, stored, key, *fact) for key, fact in stored.facts().items()})
+            return _save(wanted, [_of_stored(path, stored, key, *fact) for key, fact in stored.facts().items()])
     if suffix != ".npz":
         raise InvalidArgumentError(
             f"{path} must end in {disk.SUFFIX} or .npz; of a file of torch make one: "
             "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
         )
-    with _arrays_of_npz(path) as arrays:
-        return _save(wanted, arrays)
+    with _arrays_of_npz(path) as blocks:
+        return _save(wanted, blocks)
 
 
-@frozen
-class _Array:
-    """As :class:`central_storage.checkpoint.writing.Readable`."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    read: Callable[[], Any]
-    read_rows: Callable[[int, int], Any] | None = None
+def _save(path: str, blocks: Sequence[Block]) -> list[str]:
+    replace(path, blocks, {"also": {}})
+    return sorted(key for block in blocks for key in block.keys)
 
 
-def _save(path: str, arrays: Mapping[str, _Array]) -> list[str]:
-    replace(path, arrays, {"also": {}})
-    return sorted(arrays)
-
-
-def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int, ...], _: int) -> _Array:
+def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int, ...], _: int) -> Block:
     try:
         rows = partial(stored.unchecked_rows, key) if shape else None
-        return _Array(np.dtype(dtype), shape, lambda: stored.array(key), rows)
+        return Block(np.dtype(dtype), [key], [shape], [lambda: stored.array(key)], rows)
     except TypeError as error:
         raise CheckpointError(
             f"{path}: {key} has the dtype {dtype:.80}, which NumPy lacks; save it as float32 in the program that made "
@@ -154,7 +143,7 @@ def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int
 
 
 @contextlib.contextmanager
-def _arrays_of_npz(path: str) -> Iterator[dict[str, _Array]]:
+def _arrays_of_npz(path: str) -> Iterator[list[Block]]:
     """The arrays of an archive, which are read one by one."""
 
     def read(name: str) -> np.ndarray:
@@ -168,11 +157,11 @@ def _arrays_of_npz(path: str) -> Iterator[dict[str, _Array]]:
                 raise ValueError("it is no zip archive")
             file.seek(0)
             archive = stack.enter_context(np.load(file, allow_pickle=False))
-            found = {name: _of_member(path, archive, name, read) for name in archive.files}
+            found = [_of_member(path, archive, name, read) for name in archive.files]
         yield found
 
 
-def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndarray]) -> _Array:
+def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndarray]) -> Block:
     with archive.zip.open(f"{name}.npy") as member:
         dtype, shape, is_fortran = _header_of_npy(member)
         if dtype.hasobject:
@@ -185,7 +174,7 @@ def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndar
         if math.prod(shape) * dtype.itemsize > archive.zip.getinfo(f"{name}.npy").file_size:
             raise ValueError(f"{name} is shorter than its header says")
     rows = None if is_fortran or not shape else _Rows(path, archive.zip, name, dtype, shape)
-    return _Array(dtype.newbyteorder("="), shape, lambda: read(name), rows)
+    return Block(dtype.newbyteorder("="), [name], [shape], [lambda: read(name)], rows)
 
 
 def _header_of_npy(member: Any) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
@@ -277,11 +266,11 @@ def _new_file(path: str, needed: int) -> Iterator[_Sink]:
 
 def _write_safetensors(stored: Stored, names: Sequence[str], sink: _Sink) -> None:
     facts = stored.facts()
-    arrays = {name: _Array(np.dtype(facts[name][0]), facts[name][1], partial(stored.array, name)) for name in names}
-    names = sorted(names, key=lambda name: -arrays[name].dtype.itemsize)  # so that each array is aligned
-    sink.write(plain_header({name: arrays[name] for name in names}))
-    for name in names:
-        for data in stored.pieces(name):
+    blocks = [Block(np.dtype(facts[name][0]), [name], [facts[name][1]], []) for name in names]
+    blocks.sort(key=lambda block: -block.dtype.itemsize)  # so that each array is aligned
+    sink.write(plain_header(blocks))
+    for block in blocks:
+        for data in stored.pieces(block.keys[0]):
             sink.write(data)
 
 

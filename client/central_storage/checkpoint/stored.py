@@ -26,6 +26,7 @@ from .file_format import (
     Place,
     check_header,
     checksum,
+    checksums_of,
     damaged,
     parsed,
     parsed_plain,
@@ -103,7 +104,7 @@ class Stored:
             begin, end = _span(places, group)
             is_kept = 0 < end - begin <= len(room)
             data = room[: end - begin] if is_kept else np.empty(end - begin, np.uint8)
-            self._read_together([small[at] for at in group], data)
+            self._read_together([small[at] for at in group], [places[at] for at in group], data)
             if is_kept:
                 self._kept[begin] = data.data, len(data)
                 room = room[len(data) :]
@@ -141,7 +142,7 @@ class Stored:
                 data = self._take(begins[block], begin, end)
             else:
                 read = np.empty(end - begin, np.uint8)
-                self._read_together([keys[at] for at in group], read)
+                self._read_together([keys[at] for at in group], [places[at] for at in group], read)
                 data = read.data
             yield group, data if _IS_LITTLE else self._turned(data, [places[at] for at in group])
 
@@ -153,14 +154,13 @@ class Stored:
             del self._kept[block]
         return data[begin - block : end - block]
 
-    def _read_together(self, keys: Sequence[str], into: np.ndarray) -> None:
+    def _read_together(self, keys: Sequence[str], places: Sequence[Place], into: np.ndarray) -> None:
         """Read small arrays that follow each other in the file, and check each."""
-        places = [self._places[key] for key in keys]
         begin, expected, crc32 = places[0][0], self.index.get("checksums"), zlib.crc32
         self._read(begin, into)
         if expected is not None:
             data = into.data
-            found = [f"{crc32(data[at - begin : at - begin + nbytes]):08x}" for at, nbytes, _ in places]
+            found = checksums_of([crc32(data[at - begin : at - begin + nbytes]) for at, nbytes, _ in places])
             if found != [expected[key] for key in keys]:
                 for key, each in zip(keys, found, strict=True):
                     self._require(key, each)
@@ -225,12 +225,13 @@ def _groups(places: Sequence[Place], edges: Collection[int] = ()) -> Iterator[li
     end, most, limit = -1, 0, disk.small_nbytes()
     for at in sorted(range(len(places)), key=places.__getitem__):
         offset, nbytes, _ = places[at]
-        if offset != end or offset + nbytes > most or offset in edges:
+        stop = offset + nbytes
+        if offset != end or stop > most or offset in edges:
             if group:
                 yield group
             group, most = [], offset + limit
         group.append(at)
-        end = offset + nbytes
+        end = stop
     if group:
         yield group
 

@@ -14,11 +14,13 @@ import re
 import secrets
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from central_storage.core.backends import ReadRows, Value
 from central_storage.diagnostics.bars import automatic
 from cs_proto.errors import CheckpointError, CheckpointSaveError
 from cs_proto.sizes import in_units
@@ -26,38 +28,55 @@ from cs_runtime import saving_mark
 from cs_runtime.failpoints import failpoint
 
 from . import disk
-from .file_format import LONGEST_HEADER, METADATA, NO_CHECKSUM, Shaped, header_of_format_2, places_of, sealed
+from .file_format import (
+    LONGEST_HEADER,
+    METADATA,
+    NO_CHECKSUM,
+    Names,
+    checksums_of,
+    header_of_format_2,
+    places_of,
+    sealed,
+)
 
-__all__ = ["Readable", "add", "explained", "next_of", "open_draft", "replace"]
+__all__ = ["Block", "add", "explained", "next_of", "open_draft", "replace"]
 
 _log = logging.getLogger("central_storage.checkpoint_files")
 
 #: Bytes by which a header may grow after its length is fixed, when the number in the name gets more digits.
 _ROOM = 32
+_IS_LITTLE = sys.byteorder == "little"
 # Of a checkpoint or an export.
 _DRAFT = re.compile(r".+\.(safetensors|npz|pt)\.[0-9a-f]{16}\.draft")
 
 
-class Readable(Shaped, Protocol):
-    """An array to write: ``read`` returns a value that converts to an array of this dtype and shape, or a memoryview of
-    its bytes in the machine's order."""
+class Block(NamedTuple):
+    """Arrays of one dtype to write, which follow each other in the file. There may be thousands, so they are no objects
+    of their own."""
 
-    @property
-    def read(self) -> Callable[[], Any]: ...
-    @property
-    def read_rows(self) -> Callable[[int, int], Any] | None:
-        """Returns the rows from one number to below another, so that a large array need not be in memory as a whole."""
+    dtype: np.dtype[Any]
+    keys: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    #: The bytes of each array in the machine's order, or what returns them or a value that converts to such an array.
+    values: Sequence[Value]
+    #: Of one array: returns the rows from one number to below another, so that a large array need not be in memory as a
+    #: whole.
+    read_rows: ReadRows | None = None
+
+    def nbytes(self) -> int:
+        """The bytes of all."""
+        return self.dtype.itemsize * sum(math.prod(shape) * count for shape, count in Counter(self.shapes).items())
 
 
-def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
-    """Write ``arrays``, and ``index`` with the fields of every file, to ``path``, atomically. An existing file is
+def replace(path: str, blocks: Sequence[Block], index: Mapping[str, Any]) -> None:
+    """Write arrays, and ``index`` with the fields of every file, to ``path``, atomically. An existing file is
     replaced; if ``path`` is a symbolic link, the link is replaced, and its target stays.
 
     Memory is needed for one array at a time, or for a piece of it if it has ``read_rows``. Raises CheckpointSaveError
     (an OSError) if the file system refuses, with the path and the bytes that were needed and are free, and
     CheckpointError for more arrays than a file can have. An existing file stays then.
     """
-    with _drafted(path, arrays, index) as draft:
+    with _drafted(path, blocks, index) as draft:
         draft.seal(path, index)
         with draft.explained():
             failpoint("save.replace")
@@ -68,7 +87,7 @@ def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any])
 def add(
     path_of: Callable[[int], str],
     next_number: Callable[[], int],
-    arrays: Mapping[str, Readable],
+    blocks: Sequence[Block],
     index: Mapping[str, Any],
 ) -> tuple[str, int]:
     """As :func:`replace`, but never replaces a file, even if other processes write there.
@@ -78,8 +97,8 @@ def add(
 
     Returns the path and its number.
     """
-    number = next_of(path_of, next_number, arrays)
-    with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
+    number = next_of(path_of, next_number, blocks)
+    with _drafted(path_of(number), blocks, {**index, "save_counter": number}) as draft:
         while True:
             path = path_of(number)
             draft.seal(path, {**index, "save_counter": number})
@@ -93,13 +112,13 @@ def add(
                 number = next_number()
 
 
-def next_of(path_of: Callable[[int], str], next_number: Callable[[], int], arrays: Mapping[str, Readable]) -> int:
+def next_of(path_of: Callable[[int], str], next_number: Callable[[], int], blocks: Iterable[Block]) -> int:
     """The next number of a checkpoint, as for :func:`add`.
 
     Raises CheckpointSaveError if the directory cannot be read.
     """
     directory = os.path.dirname(path_of(0)) or "."
-    with explained(directory, directory, sum(map(_nbytes, arrays.values()))):
+    with explained(directory, directory, sum(block.nbytes() for block in blocks)):
         return next_number()
 
 
@@ -107,8 +126,8 @@ class _Draft:
     """A file that is being written under a random name in the directory of its path. Its writer holds a lock on it.
     The system releases the lock when the process dies, so others can tell that the file is abandoned."""
 
-    def __init__(self, path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
-        if METADATA in arrays:
+    def __init__(self, path: str, blocks: Sequence[Block], index: Mapping[str, Any]) -> None:
+        if any(METADATA in block.keys for block in blocks):
             raise CheckpointError(
                 f"{path} cannot hold an object of the name {METADATA}, which has another meaning in the header of a "
                 "safetensors file; give the object another name"
@@ -116,16 +135,18 @@ class _Draft:
         self.directory = os.path.dirname(path) or "."
         self._path = path
         # Wide dtypes first, so that each array is aligned.
-        self._arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
-        self._checksums = dict.fromkeys(self._arrays, NO_CHECKSUM)
+        self._blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)
+        keys = [key for block in self._blocks for key in block.keys]
+        self._names = Names(keys)
+        self._checksums = [NO_CHECKSUM] * len(keys)
         #: The bytes of the arrays.
-        self._places, self.content_nbytes = places_of(self._arrays)
+        self._places, self.content_nbytes = places_of(self._blocks)
         # The checksums are known only after the arrays are written, so the header is written last, and has room to
         # grow.
         self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
         if self._header_nbytes > LONGEST_HEADER:
             raise CheckpointError(
-                f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, but a header "
+                f"{path} would need a header of {self._header_nbytes} bytes for its {len(keys)} arrays, but a header "
                 f"has at most {LONGEST_HEADER} bytes; save the objects in several checkpoints"
             )
         self._nbytes = 8 + self._header_nbytes + self.content_nbytes
@@ -135,21 +156,22 @@ class _Draft:
     def write_arrays(self, advance: Callable[[int], None]) -> None:
         """Write the arrays, one after the other. ``advance`` is told of the bytes that are written."""
         offset, small, held = 8 + self._header_nbytes, list[memoryview](), 0
-        limit = disk.small_nbytes()
-        for key, source in self._arrays.items():
-            found = 0
-            for values in _in_pieces(source):
-                data = _little_endian(values, source.dtype)
-                found, nbytes = zlib.crc32(data, found), len(data)
-                if held + nbytes > disk.PART or nbytes > limit:
-                    offset = self._write(b"".join(small), offset, advance)
-                    small, held = [], 0
-                if nbytes <= limit:
-                    small.append(data)
-                    held += nbytes
-                else:
-                    offset = self._write(data, offset, advance)
-            self._checksums[key] = f"{found:08x}"
+        limit, crc32, checksums = disk.small_nbytes(), zlib.crc32, list[int]()
+        for block in self._blocks:
+            for value in block.values:
+                found = 0
+                for data in (value,) if _IS_LITTLE and type(value) is memoryview else _in_pieces(block, value):
+                    found, nbytes = crc32(data, found), len(data)
+                    if held + nbytes > disk.PART or nbytes > limit:
+                        offset = self._write(b"".join(small), offset, advance)
+                        small, held = [], 0
+                    if nbytes <= limit:
+                        small.append(data)
+                        held += nbytes
+                    else:
+                        offset = self._write(data, offset, advance)
+                checksums.append(found)
+        self._checksums = checksums_of(checksums)
         self._write(b"".join(small), offset, advance)
 
     def _write(self, data: bytes | memoryview, offset: int, advance: Callable[[int], None]) -> int:
@@ -177,9 +199,10 @@ class _Draft:
         return explained(self._path, self.directory, self._nbytes, self._file)
 
     def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
-        complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
-        own = {"name": os.path.basename(path), "complex": complex_, "checksums": self._checksums}
-        return header_of_format_2({**own, **index}, self._places)
+        wide = [block for block in self._blocks if block.dtype.kind == "c"]
+        complex_ = {key: block.dtype.name for block in wide for key in block.keys}
+        own = {"name": os.path.basename(path), "complex": complex_}
+        return header_of_format_2(own, self._names.with_checksums(self._checksums), index, self._places)
 
 
 _REMEDIES = {
@@ -205,36 +228,32 @@ def explained(path: str, directory: str, needed: int, draft: int | None = None) 
         raise CheckpointSaveError(error.errno, text, path, needed_nbytes=needed, free_nbytes=free) from error
 
 
+def _in_pieces(block: Block, value: Value) -> Iterator[memoryview]:
+    """The bytes of an array in the order of the file: as a whole, or in pieces of whole rows if it is large."""
+    if block.read_rows is None or block.nbytes() <= disk.PART:
+        yield _little_endian(value() if callable(value) else value, block.dtype)
+        return
+    count = block.shapes[0][0]
+    step = max(1, disk.PART * count // block.nbytes())
+    for begin in range(0, count, step):
+        yield _little_endian(block.read_rows(begin, min(begin + step, count)), block.dtype)
+
+
 def _little_endian(values: Any, dtype: np.dtype[Any]) -> memoryview:
     """The bytes of a value that was read, in the order of the file."""
     if type(values) is memoryview:  # bytes in the machine's order
-        if sys.byteorder == "little":
+        if _IS_LITTLE:
             return values
         values = np.frombuffer(values, dtype)
     return np.ascontiguousarray(values, dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 
-def _in_pieces(source: Readable) -> Iterator[Any]:
-    """The values of an array: as a whole, or in pieces of whole rows if it is large."""
-    if source.read_rows is None or _nbytes(source) <= disk.PART:
-        yield source.read()
-        return
-    count = source.shape[0]
-    step = max(1, disk.PART * count // _nbytes(source))
-    for begin in range(0, count, step):
-        yield source.read_rows(begin, min(begin + step, count))
-
-
-def _nbytes(array: Readable) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
-
-
 @contextlib.contextmanager
-def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
+def _drafted(path: str, blocks: Sequence[Block], index: Mapping[str, Any]) -> Iterator[_Draft]:
     """A draft with all arrays in it. It is removed at the end, also after Ctrl-C. Meanwhile ``cs-launch`` knows that
     the script saves."""
     with saving_mark.setting():
-        draft = _Draft(path, arrays, index)
+        draft = _Draft(path, blocks, index)
         try:
             failpoint("save.draft")
             with automatic(f"saving {os.path.basename(path)}", draft.content_nbytes, "B") as advance:

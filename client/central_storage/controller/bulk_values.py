@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from central_storage.core.backends import Column
+from central_storage.core.backends import Column, Value
 from cs_proto.arrays import Array, Location, item_nbytes
 from cs_proto.memory_plan import room_of
 from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import RemoteSegment
 
-__all__ = ["LARGE_NBYTES", "Place", "Sent", "image", "in_parts", "place_of", "readers", "row_reader", "slot_places"]
+__all__ = ["LARGE_NBYTES", "Place", "Sent", "image", "in_parts", "place_of", "row_reader", "slot_places", "values_at"]
 
 _Segment: TypeAlias = "mapping.Mapping | RemoteSegment"
 
@@ -34,61 +34,51 @@ _SENT_VALUES = 1 << 16
 _CUT_VALUES = 1 << 12
 
 
-class Place(NamedTuple):
-    """Where a value lies: as :class:`~cs_proto.arrays.Array`, which takes longer to make."""
-
-    segment: str
-    offset: int
-    nbytes: int
+Place: TypeAlias = "tuple[str, int, int]"
+"""Where a value lies: the segment, the offset and the bytes. Thousands are made at once."""
 
 
 def place_of(array: Array) -> Place:
     """Where an array lies."""
     assert isinstance(array.place, Location)
-    return Place(array.place.segment, array.place.offset, item_nbytes(array.dtype) * math.prod(array.shape))
+    return array.place.segment, array.place.offset, item_nbytes(array.dtype) * math.prod(array.shape)
 
 
-def slot_places(
-    slots: Column, beside: Sequence[Place], segments: Mapping[tuple[str, str], str], is_rowwise: bool
-) -> list[Place]:
-    """Where slots lie: each begins where its variable does."""
-    sizes = [place.nbytes for place in beside]
-    if is_rowwise:
-        itemsize = item_nbytes(slots.dtype)
-        sizes = [itemsize * math.prod(shape) for shape in slots.shapes]
+def slot_places(slots: Column, beside: Sequence[Place], segments: Mapping[str, str]) -> list[Place]:
+    """Where slots lie: each begins where its variable does. ``segments``: of the slots, by that of the variables."""
     return [
-        Place(segments[slots.slot, place.segment], place.offset, nbytes)
-        for place, nbytes in zip(beside, sizes, strict=True)
+        (segments[segment], offset, nbytes) for (segment, offset, _), nbytes in zip(beside, slots.nbytes(), strict=True)
     ]
 
 
 def row_reader(segment: Callable[[str, int], _Segment], place: Place, height: int) -> Callable[[int, int], memoryview]:
     """What reads the bytes of rows, from one number to below another, of an array of ``height`` rows at ``place``. What
-    is read from mapped memory is no copy. ``segment``: as for :func:`readers`."""
-    source, row_nbytes = segment(place.segment, place.offset + place.nbytes), place.nbytes // height
+    is read from mapped memory is no copy. ``segment``: as for :func:`values_at`."""
+    name, offset, nbytes = place
+    source, row_nbytes = segment(name, offset + nbytes), nbytes // height
 
     def read(first: int, stop: int) -> memoryview:
-        there = Location(place.segment, place.offset + first * row_nbytes)
+        there = Location(name, offset + first * row_nbytes)
         return source.view(Array("uint8", ((stop - first) * row_nbytes,), there)).data
 
     return read
 
 
-def readers(
-    places: Sequence[Place], segment: Callable[[str, int], _Segment], *, copied: bool
-) -> list[Callable[[], Any]]:
-    """What reads the bytes of each place. If ``copied``, they are copied now, and else when they are read. What is read
-    from mapped memory later is no copy. ``segment`` gives a segment by its name, with at least so many bytes."""
+def values_at(places: Sequence[Place], segment: Callable[[str, int], _Segment], *, copied: bool) -> list[Value]:
+    """The bytes of each place, or what reads them. If ``copied``, they are copied now. If not, those in mapped memory
+    are no copy, and others are read when they are needed. ``segment`` gives a segment by its name, with at least so
+    many bytes."""
     ends: dict[str, int] = {}
     for name, offset, nbytes in places:
-        ends[name] = max(ends.get(name, 0), offset + nbytes)
+        if offset + nbytes > ends.get(name, -1):
+            ends[name] = offset + nbytes
     sources = {name: segment(name, end) for name, end in ends.items()}
     if not copied and all(isinstance(source, mapping.Mapping) for source in sources.values()):
         memories = {name: source.memory for name, source in sources.items() if isinstance(source, mapping.Mapping)}
-        return [partial(memories[name].__getitem__, slice(offset, offset + nbytes)) for name, offset, nbytes in places]
-    found: dict[Place, Callable[[], Any]] = {}
+        return [memories[name][offset : offset + nbytes] for name, offset, nbytes in places]
+    found: dict[Place, Value] = {}
     for piece in _side_by_side(sorted(places), None if copied else _PART_NBYTES):
-        run = _Run(sources[piece[0].segment], piece)
+        run = _Run(sources[piece[0][0]], piece)
         if copied:
             run.copy()
         for place in piece:
@@ -99,14 +89,17 @@ def readers(
 def _side_by_side(places: Sequence[Place], most: int | None) -> Iterator[list[Place]]:
     """The places, which are sorted, in pieces without a hole; a piece of several has at most so many bytes."""
     piece: list[Place] = []
-    end = 0
+    begin = end = 0
+    before = ""
     for place in places:
-        is_next = bool(piece) and place.offset == end and place.segment == piece[0].segment
-        if piece and (not is_next or (most is not None and end + place.nbytes - piece[0].offset > most)):
+        segment, offset, nbytes = place
+        if piece and (offset != end or segment != before or (most is not None and end + nbytes - begin > most)):
             yield piece
             piece = []
+        if not piece:
+            begin, before = offset, segment
         piece.append(place)
-        end = place.offset + room_of(place.nbytes)
+        end = offset + room_of(nbytes)
     if piece:
         yield piece
 
@@ -115,9 +108,10 @@ class _Run:
     """Values that lie side by side, and are read together."""
 
     def __init__(self, segment: _Segment, places: Sequence[Place]) -> None:
+        _, last, nbytes = places[-1]
         self._segment = segment
-        self._first = places[0].offset
-        self._nbytes = places[-1].offset + places[-1].nbytes - self._first
+        self._first = places[0][1]
+        self._nbytes = last + nbytes - self._first
         self._left = len(places)
         self._bytes: memoryview | None = None
 
@@ -130,8 +124,9 @@ class _Run:
 
     def read(self, place: Place) -> memoryview:
         """One of the values. When all have been read, only they keep the bytes."""
-        start = place.offset - self._first
-        found = self.copy()[start : start + place.nbytes]
+        _, offset, nbytes = place
+        start = offset - self._first
+        found = self.copy()[start : start + nbytes]
         self._left -= 1
         if not self._left:
             self._bytes = None
@@ -184,6 +179,10 @@ def _in_order(columns: list[tuple[Column, memoryview]]) -> list[tuple[Column, me
 def _cut(column: Column, values: memoryview) -> Iterator[Sent]:
     """A column in parts of at most so many values and so many bytes, which one value may exceed."""
     sizes = column.nbytes()
+    if len(sizes) <= _CUT_VALUES and len(values) <= LARGE_NBYTES:
+        if sizes:
+            yield Sent(column.optimizer, column.slot, column.numbers, sizes, values)
+        return
     first = begin = end = 0
     for at, nbytes in enumerate(sizes):
         if at > first and (at - first == _CUT_VALUES or end + nbytes - begin > LARGE_NBYTES):

@@ -20,7 +20,6 @@ from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
-from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import ReplicaLostError, ShutdownError
@@ -30,7 +29,7 @@ from cs_runtime.shared_memory import mapping
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
-from .bulk_values import LARGE_NBYTES, Place, Sent, image, in_parts, place_of, readers, row_reader, slot_places
+from .bulk_values import LARGE_NBYTES, Place, Sent, image, in_parts, place_of, row_reader, slot_places, values_at
 from .input_segment import InputSegment
 from .runs import Runs
 from .session import Session, Threads, wait_until_serving
@@ -329,7 +328,7 @@ class ServiceLink:
         """The values of columns: one question, and one for each optimizer. They are of one moment, because the lock is
         held and no run is under way."""
         with self._operation():
-            found = iter(readers(self._places_of(columns), self._session.lifeline.segment, copied=copied))
+            found = iter(values_at(self._places_of(columns), self._session.lifeline.segment, copied=copied))
             return [list(itertools.islice(found, len(each.numbers))) for each in columns]
 
     def read_in_rows(self, columns: Sequence[Column]) -> list[ReadRows]:
@@ -454,34 +453,29 @@ class ServiceLink:
 
     def _places_of(self, columns: Sequence[Column]) -> list[Place]:
         """Where the values of columns lie, one column after the other."""
-        beside: dict[int, dict[int, None]] = {}
-        for each in columns:
-            beside.setdefault(each.optimizer, {}).update(dict.fromkeys(each.numbers))
-        optimizers = tuple(beside.keys() - {0})
         # The server answers when nothing is half written, also one that has taken the place of another.
-        described = self._ask(messages.Describe(self._number(), (), optimizers), messages.Described)
-        self._learn_places(number for numbers in beside.values() for number in numbers)
-        segments = {optimizer: self._slot_segments(optimizer, tuple(beside[optimizer])) for optimizer in optimizers}
-        rowwise = {record.number for record in described.optimizers if record.rule in ROWWISE}
+        self._ask(messages.Describe(self._number(), (), ()), messages.Described)
+        self._learn_places(number for each in columns for number in each.numbers)
+        segments = {
+            optimizer: self._slot_segments(optimizer, columns) for optimizer in {c.optimizer for c in columns} - {0}
+        }
         places: list[Place] = []
         for each in columns:
             own = [self._places[number] for number in each.numbers]
-            if each.optimizer:
-                own = slot_places(each, own, segments[each.optimizer], each.optimizer in rowwise)
-            places += own
+            places += slot_places(each, own, segments[each.optimizer][each.slot]) if each.optimizer else own
         return places
 
-    def _slot_segments(self, optimizer: int, beside: tuple[int, ...]) -> dict[tuple[str, str], str]:
-        """The segment of each slot beside the variables of each segment. The server names those of one variable of
-        each. For slots on a GPU it is asked for all, and brings them to the machine's memory."""
-        one_of = {self._places[number].segment: number for number in beside}
-        asked = beside if self.parameter_device.startswith("gpu") else tuple(one_of.values())
+    def _slot_segments(self, optimizer: int, columns: Iterable[Column]) -> dict[str, dict[str, str]]:
+        """The segment of each slot by that of its variable. The server names those of one variable of each. For slots
+        on a GPU it is asked for all, and brings them to the machine's memory."""
+        beside = dict.fromkeys(number for each in columns if each.optimizer == optimizer for number in each.numbers)
+        one_of = {self._places[number][0]: number for number in beside}
+        asked = tuple(beside if self.parameter_device.startswith("gpu") else one_of.values())
         found = self._ask(messages.DescribeSlots(self._number(), optimizer, asked[0], asked[1:]), messages.Slots)
         count = len(found.names)
         first = {number: place * count for place, number in enumerate(asked)}
         return {
-            (slot, segment): _segment(found.arrays[first[number] + place])
-            for segment, number in one_of.items()
+            slot: {segment: _segment(found.arrays[first[number] + place]) for segment, number in one_of.items()}
             for place, slot in enumerate(found.names)
         }
 

@@ -47,6 +47,7 @@ __all__ = [
     "ReplicaBackend",
     "ServiceBackend",
     "Strategy",
+    "Value",
     "Values",
     "assign_each",
     "every",
@@ -101,8 +102,12 @@ class Column:
         return [sizes[shape] for shape in self.shapes]
 
 
-Values: TypeAlias = "list[list[Callable[[], Any]]]"
-"""For each column how each of its values is read: as an array, or as its bytes in the machine's order."""
+Value: TypeAlias = "memoryview | Callable[[], Any]"
+"""The bytes of a value in the machine's order, or what returns them or the value as an array."""
+
+
+Values: TypeAlias = "list[list[Value]]"
+"""For each column its values."""
 
 
 ReadRows: TypeAlias = "Callable[[int, int], Any]"
@@ -420,13 +425,13 @@ class ServiceBackend(ControllerBackend, Protocol):
 
 def read_each(backend: ControllerBackend, columns: Sequence[Column], *, copied: bool) -> Values:
     """:meth:`ControllerBackend.read_all` by one question for each value."""
-    found: Values = [
+    found = [
         [partial(backend.slot, each.optimizer, number, each.slot) for number in each.numbers]
         if each.optimizer
         else [partial(backend.read, number) for number in each.numbers]
         for each in columns
     ]
-    return [[partial(np.asarray, read()) for read in each] for each in found] if copied else found
+    return [[partial(np.asarray, read()) if copied else read for read in each] for each in found]
 
 
 def assign_each(backend: ControllerBackend, columns: Sequence[tuple[Column, memoryview]]) -> None:

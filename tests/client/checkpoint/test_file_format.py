@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from central_storage.checkpoint import disk, file_format, stored, writing
@@ -415,6 +417,18 @@ def test_a_file_of_format_2_still_loads() -> None:
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
+
+
+@given(keys=st.lists(st.text(st.characters(codec="utf-8"), max_size=8), unique=True))
+@example(keys=[])
+@example(keys=["", "\n", "\\n", '"', '\\"', ': \\"00000000\\"', "\x00\x7f", "\u2028", "\U0001f600"])
+def test_a_header_is_json_within_json(keys: list[str]) -> None:
+    checksums = file_format.checksums_of(range(len(keys)))
+    own, behind = {"name": "x", "complex": {}}, {"also": {"a": "b"}, "save_counter": 3}
+    index = {"format": file_format.FORMAT, **own, "checksums": dict(zip(keys, checksums, strict=True)), **behind}
+    metadata = {"central_storage_crc32": file_format.NO_CHECKSUM, "central_storage": json.dumps(index)}
+    made = file_format.header_of_format_2(own, file_format.Names(keys).with_checksums(checksums), behind, "")
+    assert made == json.dumps({file_format.METADATA: metadata}).encode()
 
 
 class Watching(Variable):

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from central_storage.checkpoint import disk, interchange
 from central_storage.checkpoint.stored import reading
+from central_storage.checkpoint.writing import Block
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, export_checkpoint, import_checkpoint
 from central_storage.variables.variable import Variable
@@ -197,10 +198,10 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["/etc/x", "../../x", "a/../../x", "a\\..\\x", "a\0b", "a\nb"])
 def test_no_archive_unpacks_elsewhere(tmp_path: Path, name: str) -> None:
-    from central_storage.checkpoint.interchange import _Array, _save
+    from central_storage.checkpoint.interchange import _save
 
     value = np.zeros(1)
-    _save(str(tmp_path / "x.safetensors"), {name: _Array(value.dtype, value.shape, lambda: value)})
+    _save(str(tmp_path / "x.safetensors"), [Block(value.dtype, [name], [value.shape], [lambda: value])])
     with pytest.raises(InvalidArgumentError, match="cannot be a name in an archive"):
         export_checkpoint(tmp_path / "x", tmp_path / "x.npz")
     export_checkpoint(tmp_path / "x", tmp_path / "y.safetensors")

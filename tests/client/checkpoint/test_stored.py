@@ -25,10 +25,6 @@ class Array(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     value: np.ndarray
-    read_rows: None = None
-
-    def read(self) -> np.ndarray:
-        return self.value
 
 
 def arrays_of(kinds: list[tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
@@ -38,6 +34,12 @@ def arrays_of(kinds: list[tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
         value = (np.arange(math.prod(shape)) + 3 * number + 1).astype(dtype).reshape(shape)
         made[f"a{number}"] = Array(value.dtype, shape, value)
     return made
+
+
+def write(path: str, arrays: Mapping[str, Array]) -> None:
+    """Write these arrays to a file."""
+    blocks = [writing.Block(each.dtype, [key], [each.shape], [each.value.copy]) for key, each in arrays.items()]
+    writing.replace(path, blocks, {"also": {}})
 
 
 def taken(stored: Stored, keys: list[str], arrays: Mapping[str, Array]) -> dict[str, bytes]:
@@ -72,7 +74,7 @@ def test_small_arrays_come_in_any_order_and_number(
 ) -> None:
     arrays = arrays_of(kinds)
     path = str(tmp_path / "x.safetensors")
-    writing.replace(path, arrays, {"also": {}})
+    write(path, arrays)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disk, "SMALL", small)
         patched.setattr(
@@ -91,7 +93,7 @@ def test_what_is_kept_is_read_once_and_forgotten_when_it_is_taken(
 ) -> None:
     arrays = arrays_of([("float32", (40,))] * 8 + [("float32", (0,))])
     path = str(tmp_path / "x.safetensors")
-    writing.replace(path, arrays, {"also": {}})
+    write(path, arrays)
     monkeypatch.setattr(disk, "SMALL", 320)
     reads: list[int] = []
     read_at = disk.read_at
@@ -110,7 +112,7 @@ def test_what_is_kept_is_read_once_and_forgotten_when_it_is_taken(
 def test_a_changed_array_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = arrays_of([("float32", (40,))] * 8)
     path = tmp_path / "x.safetensors"
-    writing.replace(str(path), arrays, {"also": {}})
+    write(str(path), arrays)
     content = bytearray(path.read_bytes())
     content[-200] ^= 1  # in the last but one
     path.write_bytes(content)
