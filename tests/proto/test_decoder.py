@@ -237,6 +237,16 @@ def test_results_like_the_last_ones_are_what_was_sent(said: list[list[bytes]]) -
         assert read(decoder.decode, parts) == read(decode, parts)
 
 
+def test_of_results_with_any_other_byte_everything_is_read() -> None:
+    header = bytes(encode(replace(FINISHED, run=(6,)))[0])
+    for at, byte in enumerate(header):
+        for other in (0, 0x91, 0xC0, 0xFF, (byte + 1) % 256):
+            decoder = ResultsDecoder()
+            decoder.decode(encode(FINISHED))
+            parts = [header[:at] + bytes([other]) + header[at + 1 :]]
+            assert read(decoder.decode, parts) == read(decode, parts)
+
+
 def test_of_results_like_the_last_ones_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ResultsDecoder()
     decoder.decode(encode(FINISHED))
