@@ -91,7 +91,8 @@ def marked(base: int, value: bytes, step: int | None = None, places: Sequence[Pl
     b'\\x05\\x00\\x00\\x00\\x00\\x00\\x00\\x00value'
     """
     named = b"" if step is None else _BASE.pack(step)
-    return b"".join((_BASE.pack(base), named, *[_PLACE.pack(*place) for place in places], value))
+    packed = [_PLACE.pack(*place) for place in places] if places else ()
+    return b"".join((_BASE.pack(base), named, *packed, value))
 
 
 def base_of(body: bytes) -> int:
@@ -220,6 +221,6 @@ class Bases:
         notes = tuple(notes)
         for base in reversed(self._kept.values()):
             is_like = (base.series, base.lookahead, base.count) == (series, lookahead, count)
-            if is_like and base.name in ("", name) and are_alike(base.notes, notes):
+            if is_like and base.name in ("", name) and (base.notes == notes or are_alike(base.notes, notes)):
                 return base
         return None

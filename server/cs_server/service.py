@@ -450,7 +450,7 @@ class Service:
     def _transmit(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("to %r: %.300r", peer, record)
-        if isinstance(record, StepFinished) and not record.failed and self._channel.mark(peer, record.run[0]):
+        if isinstance(record, StepFinished) and not record.failed and self._channel.mailboxes.mark(peer, record.run[0]):
             _moment("sent", record.run[0])
             return
         if self._sent is None or self._sent[0] is not record:

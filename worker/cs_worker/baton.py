@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Protocol
 
@@ -28,7 +28,8 @@ _Position = tuple[float, ...]
 # (for example, because its run was cancelled) delays nobody: results do not depend on the order.
 _PATIENCE = 1.0
 
-_NOTHING = nullcontext()
+# Unlike a nullcontext, it is entered and left without Python code. No other thread takes it.
+_NOTHING = threading.RLock()
 
 
 class Baton(Protocol):
@@ -37,10 +38,10 @@ class Baton(Protocol):
     #: Whether other code of this process has random states of its own between two turns.
     is_shared: bool
 
-    def taken(self, run: RunId) -> AbstractContextManager[None]:
+    def taken(self, run: RunId) -> AbstractContextManager[object]:
         """A block in which the replica runs: a run of the controller."""
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[object]:
         """A block that only waits; other replicas run meanwhile."""
 
     def pass_point(self, run: RunId, k: int) -> None:
@@ -52,11 +53,11 @@ class ProcessBaton:
 
     is_shared = False
 
-    def taken(self, run: RunId) -> AbstractContextManager[None]:
+    def taken(self, run: RunId) -> AbstractContextManager[object]:
         """As :meth:`Baton.taken`."""
         return _NOTHING
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[object]:
         """As :meth:`Baton.paused`."""
         return _NOTHING
 

@@ -177,7 +177,8 @@ class ControllerCore:
         encoded = [(peer, encode_values(Run, values)) for peer, values in zip(self._peers, said, strict=True)]
         sent = Sent(beginning.run, beginning.name, said, function, arguments, self._held if series.lookahead else [])
         self.run = beginning.run[0]
-        self._now_hold(beginning.holds, beginning.function)
+        if beginning.function != self._held_last:
+            self._now_hold(beginning.holds, beginning.function)
         self.steps[beginning.name] = beginning.step + 1
         series.number = series.number or self.run
         series.unanswered.append(sent)

@@ -459,7 +459,7 @@ class Optimizer(Counted):
 
     def evaluate_schedule(self) -> None:
         """Before a run: evaluate a learning rate that is the user's callable at the present step."""
-        if self._has_own_schedule:
+        if self._rate is not None and self._has_own_schedule:
             rate = self._rate_at(self._count())
             if rate != self._hyperparameters["learning_rate"]:
                 self._set({"learning_rate": rate})

@@ -38,8 +38,9 @@ class Captures:
     functions that it calls are searched, too, and so are the names that it reads of the user's modules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # What a global variable refers to, if that can be referred to weakly, as most can; and the others.
+        # What global variables and cells refer to, if that can be referred to weakly, as most can; and the others.
         self._globals: list[tuple[dict[str, Any], str, weakref.ref[Any]]] = []
+        self._cells: list[tuple[CellType, weakref.ref[Any]]] = []
         self._names: list[_Name] = []
         seen, left = set[int](), [function]
         while left:
@@ -62,9 +63,12 @@ class Captures:
                     self._keep(home, name, value, None)
 
     def _keep(self, home: dict[str, Any] | CellType, name: str, value: Any, handle: object) -> None:
-        if isinstance(home, dict) and value is not _MISSING:
+        if value is not _MISSING:
             with suppress(TypeError):  # a list, tuple or dict
-                self._globals.append((home, name, weakref.ref(value)))
+                if isinstance(home, dict):
+                    self._globals.append((home, name, weakref.ref(value)))
+                else:
+                    self._cells.append((home, weakref.ref(value)))
                 return
         self._names.append(_Name(home, name, value, handle))
 
@@ -74,6 +78,12 @@ class Captures:
             value = home.get(name)
             if value is None or value is not known():  # which is None if the object is gone
                 return False
+        try:
+            for cell, known in self._cells:
+                if (value := cell.cell_contents) is None or value is not known():  # as above
+                    return False
+        except ValueError:  # it is empty
+            return False
         for each in self._names:  # noqa: SIM110  (a generator costs more than the few names, at every step)
             if not each.holds():
                 return False

@@ -79,7 +79,8 @@ class Function:
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
         self._key = f"cs.function {getattr(python_function, '__qualname__', '')}"
-        self._pickles: Pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
+        #: What was sent of it.
+        self.pickles: Pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
@@ -96,18 +97,13 @@ class Function:
             known = vars(instance)[self._key] = _Bound(instance, self.python_function)
         return known.function(instance)
 
-    @property
-    def pickles(self) -> Pickles:
-        """What was sent of it."""
-        return self._pickles
-
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
         """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, while its
         :class:`Captures` hold."""
-        pickled, captures = self._pickles.get(owner, (None, None))
+        pickled, captures = self.pickles.get(owner, (None, None))
         if pickled is None or captures is None or not captures.hold():
             pickled = dump(self.python_function)
-            self._pickles[owner] = pickled, Captures(self.python_function)
+            self.pickles[owner] = pickled, Captures(self.python_function)
         return pickled
 
     def __reduce__(self) -> tuple[Any, ...]:

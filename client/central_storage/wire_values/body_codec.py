@@ -98,6 +98,8 @@ def to_value(
     """
     shared = shared or {}
     if id(obj) not in shared:  # most results are a loss or None
+        if obj is None:
+            return _NOTHING
         if type(obj) in _NUMBERS:
             return Value(_packer.pack(obj), ())
         if (scalar := _SCALARS.get(type(obj))) is not None:
@@ -120,6 +122,8 @@ def from_value(value: Value, view: View, resolve: Resolve) -> Any:
     Raises :class:`PeerProtocolError` for anything that :func:`to_value` does not make, :class:`ResultError` for a named
     tuple whose class this process does not have, and the errors of ``view`` and ``resolve``.
     """
+    if value.body == _NONE:  # what most steps return
+        return None
     wire = _unpack(value.body)
     if type(wire) in _NUMBERS:
         return wire
@@ -148,6 +152,8 @@ def _new_packer() -> msgpack.Packer:
 
 
 _packer = _new_packer()
+_NONE = _packer.pack(None)
+_NOTHING = Value(_NONE, ())
 _KEPT_NBYTES = 1 << 20
 
 

@@ -188,7 +188,10 @@ class Arena:
         keep = max(_KEEP_NBYTES // parts, self._used)
         is_same = parts == self._parts
         self._part, self._parts, self._used, self._held = part, parts, 0, held
-        if self._mapping is None or self.touched_nbytes <= keep:
+        touched = self._touched
+        if self._mapping is None or not touched or touched[-1][1] - touched[0][0] <= keep:  # most, without a sum
+            return
+        if self.touched_nbytes <= keep:
             return
         first, last = (self._start, self._start + self._part_nbytes) if is_same else (0, self._mapping.nbytes)
         gone = []

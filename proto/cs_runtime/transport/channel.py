@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import zmq
@@ -63,6 +64,10 @@ class Received(NamedTuple):
     peer: bytes
     record: Record
     parts: Sequence[Buffer] = ()
+
+
+# The constructor of a NamedTuple is a function of Python; this one is not.
+_made_received = partial(tuple.__new__, Received)
 
 
 class Channel:
@@ -237,10 +242,6 @@ class Channel:
         """Send a message by mailbox. False if it has to go over ZeroMQ."""
         return self.mailboxes.post(peer, parts)
 
-    def mark(self, peer: bytes, number: int, body: Buffer = b"") -> bool:
-        """Leave a mark for a peer, as :meth:`.mailboxes.Mailboxes.mark` does."""
-        return self.mailboxes.mark(peer, number, body)
-
     def begin_to_send(self, peer: bytes) -> bool | None:
         """Whether a peer of the ROUTER, which must be strict, can take a message now. If so, its name has been sent and
         :meth:`finish_sending` must follow. None if the peer has gone."""
@@ -413,7 +414,7 @@ class Channel:
         here."""
         if isinstance(parts, Mark):
             record = None if self._read_mark is None else self._read_mark(peer, *parts)
-            return None if record is None else Received(peer, record)
+            return None if record is None else _made_received((peer, record, ()))
         record = self._read(peer, parts)
         if record is None:
             if self._router is not None and peer not in self._dealers:
@@ -422,7 +423,7 @@ class Channel:
         if isinstance(record, messages.MailboxAccepted) and peer in self._dealers:
             self.mailboxes.taken(peer, record)
             return None
-        return Received(peer, record, parts)
+        return _made_received((peer, record, parts))
 
     def _socket(self, kind: int, limits: Limits, unread: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

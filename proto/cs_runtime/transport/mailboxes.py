@@ -126,7 +126,7 @@ class Patience:
         self._pause = 0.0
         self._until = 0.0
 
-    def wait(self, look: Callable[[], bool]) -> bool:
+    def wait(self, look: Callable[[], object]) -> bool:
         """Whether ``look`` came true."""
         if not self._limit:
             return False
@@ -136,7 +136,7 @@ class Patience:
         deadline = before + self._limit
         while True:
             self._give_way()
-            is_there, now = look(), self._clock()
+            is_there, now = bool(look()), self._clock()
             if now - before > _WANTED:
                 is_soon = now - self._until < _LONGEST_PAUSE
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_soon and self._pause else _PAUSE
@@ -295,7 +295,10 @@ class Mailboxes(Generic[K]):
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not box.sent or not box.outgoing.post(parts, box.sent):
             return False
-        self._note_posted(peer, box)
+        self.posted += 1
+        self.unrung.append((peer, box))
+        if not self._rings_late:
+            self.ring()
         return True
 
     def mark(self, peer: K, number: int, body: Buffer = b"") -> bool:
@@ -304,7 +307,12 @@ class Mailboxes(Generic[K]):
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not (box.takes_marks and box.sent):
             return False
-        return box.outgoing.mark(number, body) and not self._note_posted(peer, box)
+        if not box.outgoing.mark(number, body):
+            return False
+        self.posted += 1
+        self.unrung.append((peer, box))
+        left = () if self._rings_late else self.ring()
+        return not left
 
     def box(self, peer: K) -> Mailbox | None:
         """The mailbox with ``peer``, if both use it."""
@@ -315,11 +323,6 @@ class Mailboxes(Generic[K]):
         for peer in peers:
             self.unrung.append((peer, self._boxes[peer]))
         self.posted += len(peers)
-
-    def _note_posted(self, peer: K, box: Mailbox) -> Sequence[tuple[K, int]]:
-        self.posted += 1
-        self.unrung.append((peer, box))
-        return () if self._rings_late else self.ring()
 
     def ring(self) -> Sequence[tuple[K, int]]:
         """Wake the peers that sleep and got a message or a mark since the last call. Returns those that have left their
@@ -367,11 +370,12 @@ class Mailboxes(Generic[K]):
             peer, box = found
             if box.keeps_marks:  # its mark may be older than the message
                 self.stop_attending()
-            if (mark := box.incoming.take_mark()) is not None:
+            incoming = box.incoming
+            if incoming.words[MARK] != incoming.mark and (mark := incoming.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
                 # A mark that was left since may be older than the message.
-                if (mark := box.incoming.take_mark()) is not None:
+                if incoming.words[MARK] != incoming.mark and (mark := incoming.take_mark()) is not None:
                     self._due.append((peer, parts))
                     return peer, mark
                 if parts and len(self._boxes) > 1:  # the others first, next time
@@ -394,9 +398,10 @@ class Mailboxes(Generic[K]):
             return True
         if not self._boxes:
             return False
-        if self._look():
+        look = self._with_mail if self.attend is None else self._look  # a process looks often
+        if look():
             return True
-        if next(iter(self._boxes.values())).spins and self._patience.wait(self._look):
+        if next(iter(self._boxes.values())).spins and self._patience.wait(look):
             return True
         for peer, box in self._boxes.items():
             if peer != quiet:
@@ -404,7 +409,7 @@ class Mailboxes(Generic[K]):
         self._is_asleep = True
         with self._fence:
             pass
-        if self._look():
+        if look():
             self.awake(())
             return True
         return False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from cs_proto.codec import MARK_NBYTES
@@ -76,6 +77,10 @@ class Mark(NamedTuple):
 
     number: int
     body: bytes
+
+
+# The constructor of a NamedTuple is a function of Python; this one is not.
+_made_mark = partial(tuple.__new__, Mark)
 
 
 class Outgoing:
@@ -164,7 +169,7 @@ class Incoming:
             return None
         self.mark = mark
         size = min(self.words[BODY], MARK_NBYTES)  # more cannot come from a writer
-        return Mark(mark % _ONE_MARK, bytes(self._body[:size]) if size else b"")
+        return _made_mark((mark % _ONE_MARK, bytes(self._body[:size]) if size else b""))
 
     def take(self, elsewhere: int) -> list[bytes] | None:
         """The parts of the next message, or None. ``elsewhere`` messages that went elsewhere have arrived; a message

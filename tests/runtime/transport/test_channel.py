@@ -431,9 +431,9 @@ def test_a_mark_is_the_record_that_it_stands_for(make: Make, is_read: bool) -> N
     if is_read:
         received = world.hear()
         assert (received.peer, received.record, list(received.parts)) == (b"c1", Shutdown("c1 7 seven"), [])
-        assert world.channel.mark(b"c1", 8) is False  # it has not said that it opened the mailbox
+        assert world.channel.mailboxes.mark(b"c1", 8) is False  # it has not said that it opened the mailbox
         world.channel.mailboxes.sent(b"c1")
-        assert world.channel.mark(b"c1", 8) is True
+        assert world.channel.mailboxes.mark(b"c1", 8) is True
         assert other.take() == ("here", Mark(8, b""))
         assert other.mark("here", 9)  # of which nothing is made
     peer.send_multipart(parts(2))

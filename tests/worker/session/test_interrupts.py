@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.harness.timing import unit
 
 from cs_runtime.transport.readiness import is_readable
+from cs_worker.execution.replica import Replica, _whole
 from cs_worker.session.interrupts import Interrupts, ThreadInterrupts, ring_doorbell
 
 
@@ -57,6 +58,23 @@ def interrupts() -> Iterator[Interrupts]:
 @pytest.fixture
 def mail(interrupts: Interrupts) -> Mail:
     return Mail(interrupts)
+
+
+def _in_a_block(interrupts: Interrupts, done: list[str]) -> None:
+    with interrupts.own_code():
+        done.append("begin")
+        done.append("end")
+
+
+def _in_a_method(interrupts: Interrupts, done: list[str]) -> None:
+    """As the user's code calls a replica."""
+    replica: Any = SimpleNamespace(_thread=threading.get_ident(), _shop=SimpleNamespace(interrupts=interrupts))
+    _whole(_in_two_parts)(replica, done)
+
+
+def _in_two_parts(replica: Replica, done: list[str]) -> None:
+    done.append("begin")
+    done.append("end")
 
 
 def ring() -> None:
@@ -161,7 +179,8 @@ def test_sigterm_ends_and_is_remembered(interrupts: Interrupts, mail: Mail) -> N
     assert interrupts.terminating
 
 
-def test_at_every_instant() -> None:
+@pytest.mark.parametrize("own", [_in_a_block, _in_a_method])
+def test_at_every_instant(own: Callable[[Interrupts, list[str]], None]) -> None:
     """The signal arrives before each bytecode in turn: own code is never torn, nothing is lost, nothing stays armed."""
     step, reached, raised_inside = 0, True, 0
     while reached:
@@ -171,8 +190,8 @@ def test_at_every_instant() -> None:
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         interrupts.install()
         try:
-            own, raised, reached = _run_and_ring_at(step, interrupts)
-            assert own == ["begin", "end"] * (len(own) // 2)
+            done, raised, reached = _run_and_ring_at(step, interrupts, own)
+            assert done == ["begin", "end"] * (len(done) // 2)
             raised_inside += raised
             if not raised and reached:  # it came after the user's code: seen by the next of the same run
                 with pytest.raises(KeyboardInterrupt), interrupts.user_code():
@@ -185,9 +204,11 @@ def test_at_every_instant() -> None:
     assert raised_inside > 50
 
 
-def _run_and_ring_at(step: int, interrupts: Interrupts) -> tuple[list[str], bool, bool]:
-    """What own code did, whether KeyboardInterrupt came out, whether there were as many bytecodes."""
-    own: list[str] = []
+def _run_and_ring_at(
+    step: int, interrupts: Interrupts, own: Callable[[Interrupts, list[str]], None]
+) -> tuple[list[str], bool, bool]:
+    """What ``own`` code did, whether KeyboardInterrupt came out, whether there were as many bytecodes."""
+    done: list[str] = []
     left = step
 
     def count(frame: FrameType, event: str, argument: object) -> Any:
@@ -202,9 +223,7 @@ def _run_and_ring_at(step: int, interrupts: Interrupts) -> tuple[list[str], bool
     def run() -> None:
         with interrupts.user_code():
             for _ in range(2):
-                with interrupts.own_code():
-                    own.append("begin")
-                    own.append("end")
+                own(interrupts, done)
 
     before = sys.gettrace()
     gc.disable()  # whoever is told of a collection is called here, and what is raised there goes nowhere
@@ -213,11 +232,11 @@ def _run_and_ring_at(step: int, interrupts: Interrupts) -> tuple[list[str], bool
     try:
         run()
     except KeyboardInterrupt:
-        return own, True, True
+        return done, True, True
     finally:
         sys.settrace(before)
         gc.enable()
-    return own, False, left < 0
+    return done, False, left < 0
 
 
 def test_a_signal_rings_the_doorbell() -> None:

@@ -60,12 +60,18 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
                 "other threads instead"
             )
         interrupts = self._shop.interrupts
-        before = interrupts.switch(False)
+        if interrupts.is_calm:  # several times in a step: without a call
+            before, interrupts.in_user_code = interrupts.in_user_code, False
+        else:
+            before = interrupts.switch(False)
         try:
             return method(self, *args, **kwargs)
         finally:
             reading.epoch = None  # what it has written is to be seen
-            interrupts.switch(before)
+            if interrupts.is_calm:
+                interrupts.in_user_code = before
+            if not interrupts.is_calm:  # a signal may have come before the flag was set
+                interrupts.switch(before)
 
     functools.update_wrapper(call, method)
     return call

@@ -196,7 +196,7 @@ class WrittenPages:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
         if not self._shown or self._runs >= _RUNS_BETWEEN or self.are_small:
-            for mapping, shown in self._living():
+            for mapping, shown in self._living() if self._shown else ():
                 self._look(mapping, shown)
             since, self._since, self._runs = self._since, None, 0
         else:

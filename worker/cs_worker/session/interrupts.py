@@ -30,13 +30,14 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.terminating = False
-        self._in_user_code = False
+        #: Whether the user's code runs now. While :attr:`is_calm`, it may be set without a call of :meth:`switch`.
+        self.in_user_code = False
+        #: Whether neither a Cancel nor a SIGINT has ever come: then the way back to the user's code needs no check.
+        self.is_calm = True
         # Each Cancel comes with one SIGINT, before or after it. Each count has one writer, so that none is lost where
         # the signal interrupts the other.
         self._rings = 0
         self._explained = 0
-        # Whether a Cancel or a SIGINT has ever come. Until then the way back to the user's code needs no check.
-        self._is_disturbed = False
         self._is_cancelled: Callable[[], bool] = _never
         self._fetch_mail: Callable[[float], None] = _nothing
 
@@ -68,7 +69,7 @@ class Interrupts:
 
     def note_cancel(self) -> None:
         """A Cancel has arrived."""
-        self._is_disturbed = True
+        self.is_calm = False
         self._explained += 1
 
     def begin_run(self) -> None:
@@ -77,21 +78,21 @@ class Interrupts:
 
     def switch(self, in_user_code: bool) -> bool:
         """What follows is the user's code, or the worker's own; returns which it was before."""
-        before, self._in_user_code = self._in_user_code, in_user_code
-        if in_user_code and self._is_disturbed:
+        before, self.in_user_code = self.in_user_code, in_user_code
+        if in_user_code and not self.is_calm:
             self._attend()
         return before
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._is_disturbed = True
+        self.is_calm = False
         self._rings += 1
         self._attend()
 
     def _attend(self) -> None:
-        while self._in_user_code and (self._rings > self._explained or self._is_cancelled()):
+        while self.in_user_code and (self._rings > self._explained or self._is_cancelled()):
             # What follows is the worker's own code. It stays so if KeyboardInterrupt is raised: once is enough, and
             # the blocks that the exception leaves restore the rest.
-            self._in_user_code = False
+            self.in_user_code = False
             if not self._is_cancelled():
                 self._fetch_mail(_MAIL_TIMEOUT)
             if self._is_cancelled():
@@ -99,7 +100,7 @@ class Interrupts:
             if self._rings > self._explained:
                 _log.warning("ignored a SIGINT, because no run was cancelled")
                 self._explained = self._rings
-            self._in_user_code = True
+            self.in_user_code = True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.terminating = True
@@ -113,6 +114,7 @@ class ThreadInterrupts(Interrupts):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_calm = False  # another thread may ring at any time
         self.identity = 0
         self._lock = threading.Lock()
         self._struck: type[BaseException] | None = None
@@ -124,7 +126,6 @@ class ThreadInterrupts(Interrupts):
     def ring(self) -> None:
         """A Cancel is in the mail."""
         with self._lock:
-            self._is_disturbed = True
             self._rings += 1
             self._strike(_Interrupted)
 
@@ -144,7 +145,7 @@ class ThreadInterrupts(Interrupts):
             _here.raised = None
             if in_user_code and self.terminating:
                 raise SystemExit(0)
-            before, self._in_user_code = self._in_user_code, in_user_code
+            before, self.in_user_code = self.in_user_code, in_user_code
         self._attend()
         return before
 
@@ -154,8 +155,8 @@ class ThreadInterrupts(Interrupts):
         return self._struck is not None
 
     def _strike(self, kind: type[BaseException]) -> None:
-        if self._in_user_code:
-            self._in_user_code = False  # once is enough, as for a signal
+        if self.in_user_code:
+            self.in_user_code = False  # once is enough, as for a signal
             self._struck = kind
             _raise_in(self.identity, kind)
 

@@ -40,6 +40,8 @@ class MarkedReturns:
         self._is_taken = False
         # The base that the last bytes of :meth:`body` name.
         self._named: Return | None = None
+        # A base, and the places in its own notes: a dense step brings the notes of its base again and again.
+        self._own: tuple[Return | None, list[marks.Place]] = (None, [])
 
     def said(self, controller: bytes, returned: Return, sent: int) -> None:
         """The server was sent ``returned`` in full, of a run of ``controller``. It was the record number ``sent``."""
@@ -75,5 +77,11 @@ class MarkedReturns:
         base = self._named = self._bases.find(run.series, run.lookahead, notes, count, run.name)
         if base is None:
             return None
-        step = run.step if base.name else None
-        return marks.marked(base.run[0], value.body, step, list(marks.places_of(notes)))
+        if base.notes != (given := tuple(notes)):
+            places = list(marks.places_of(given))
+        elif base is self._own[0]:
+            places = self._own[1]
+        else:
+            places = list(marks.places_of(given))
+            self._own = base, places
+        return marks.marked(base.run[0], value.body, run.step if base.name else None, places)

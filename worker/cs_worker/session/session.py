@@ -19,7 +19,7 @@ from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.peers import SERVER
-from cs_proto.records import Buffer, Record
+from cs_proto.records import Buffer, Record, altered
 from cs_runtime.logs import Complaints
 from cs_runtime.trace import moments
 from cs_runtime.transport.channel import Channel
@@ -41,6 +41,7 @@ moment = moments("worker")
 _UNREAD = 1000
 # The records that may be about a mailbox.
 _ABOUT_MAILBOXES = (messages.Offer, messages.Serving)
+_FINISHED = messages.StepFinished((1,), False)
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
 # The worker looks for mail this long before it sleeps, in seconds: longer than a client or server takes to answer.
@@ -64,6 +65,7 @@ class Link:
         self._process = os.getpid()
         #: How many records the server was sent.
         self.sent = 0
+        self._is_logged = _log.isEnabledFor(logging.DEBUG)  # a process is told at its start; asked at every message
         self._server_decoder, self._decoder = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
         self._channel = Channel(
             lifeline,
@@ -74,7 +76,7 @@ class Link:
             patience=_PATIENCE,
             on_wake=lambda: os.read(doorbell, 64),
             while_asleep=turns.paused,
-            read_mark=_step_finished,
+            read_mark=self._step_finished,
         )
         try:
             self._channel.listen(config.endpoint.removeprefix("ipc://"), WORK_LIMITS, _UNREAD)
@@ -142,9 +144,9 @@ class Link:
         """Leave a mark for the server, in the place of the mark before. False if there is no mailbox, or if ``body`` is
         too long."""
         moment("sent", number)  # before the server sees the mark: no commit is noted before what it commits
-        if not self._channel.mark(SERVER, number, body):
+        if not self._channel.mailboxes.mark(SERVER, number, body):
             return False
-        if _log.isEnabledFor(logging.DEBUG):
+        if self._is_logged:
             _log.debug("leave the mark of run %d", number)
         return True
 
@@ -182,7 +184,7 @@ class Link:
             self._channel.close()
 
     def _send(self, peer: bytes, record: Record) -> None:
-        if _log.isEnabledFor(logging.DEBUG):
+        if self._is_logged:
             _log.debug("send %.300r", record)
         parts = encode(record)
         if self.is_inherited:
@@ -203,18 +205,17 @@ class Link:
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
         moment("decoded", record.run[0] if isinstance(record, messages.OfRun) else 0)  # 0: it belongs to no run
-        if _log.isEnabledFor(logging.DEBUG):
+        if self._is_logged:
             _log.debug("received from %r: %.300r", sender, record)
         return record
+
+    def _step_finished(self, peer: bytes, number: int, body: bytes) -> Record:
+        """What a mark of the server stands for."""
+        moment("decoded", number)
+        if self._is_logged:
+            _log.debug("received from %r: the mark of run %d", peer, number)
+        return altered(_FINISHED, run=(number,))
 
 
 def _colleague(worker: messages.Worker) -> bytes:
     return b"%sw%d.%d" % (COLLEAGUE, worker.replica, worker.incarnation)
-
-
-def _step_finished(peer: bytes, number: int, body: bytes) -> Record:
-    """What a mark of the server stands for."""
-    moment("decoded", number)
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("received from %r: the mark of run %d", peer, number)
-    return messages.StepFinished((number,), False)
