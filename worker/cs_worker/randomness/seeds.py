@@ -26,16 +26,14 @@ _WORDS = 624
 # A state of each generator that can be told from others.
 _PYTHON = (3, (*range(1, _WORDS + 1), _WORDS), None)
 _NUMPY: Any = ("MT19937", _PYTHON[1][:-1], _WORDS)
-# The second number of a normal pair, which lies in NumPy's generator behind the flag that says whether there is one.
-_SECOND = 0.6180339887498949
 
 
 class Seeds:
     """Sets the state of the random generators of a worker's process for each run.
 
     Python and NumPy take a state as 624 numbers, and to make and read these takes longer than all else that a worker
-    does for a small run. So the words are copied to where they lie in memory. That still takes its time, so it is done
-    before the run comes, if the run can be foreseen.
+    does for a small run. So the words are copied to where they lie in memory. That is still a sixth of what a worker
+    does for a small run, so it is done before the run comes, if the run can be foreseen.
     """
 
     def __init__(self, device: Callable[[int], None] | None) -> None:
@@ -49,7 +47,6 @@ class Seeds:
         self._python = _words_of(self._generator)
         # NumPy's bit generator, and its state in memory: the words, and the place of the next one, uint32 [625].
         self._numpy: tuple[object, np.ndarray] | None = None
-        self._has_second = _second_of(getattr(np.random.set_state, "__self__", None))
         # The run for which the states are set already, the words, and the states as bytes.
         self._foreseen: tuple[object, np.ndarray, tuple[bytes, bytes]] | None = None
         GENERATORS.watch()
@@ -98,20 +95,17 @@ class Seeds:
         return words
 
     def _set_numpy(self, words: np.ndarray) -> None:
+        try:
+            np.random.set_state(_NUMPY)  # which also forgets the second number of a normal pair
+        except ValueError:  # the user's code has put another bit generator in its place
+            np.random.seed(words[:4].tolist())
+            self._numpy = None  # where the state of another bit generator lies is not known
+            return
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if self._has_second is None or self._numpy is None or self._numpy[0] is not bits:
-            try:
-                np.random.set_state(_NUMPY)  # which also forgets the second number of a normal pair
-            except ValueError:  # the user's code has put another bit generator in its place
-                np.random.seed(words[:4].tolist())
-                self._numpy = None  # where the state of another bit generator lies is not known
-                return
+        if self._numpy is None or self._numpy[0] is not bits:
             memory = (ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address)
             self._numpy = bits, np.ctypeslib.as_array(memory)
-        if self._has_second is not None:
-            self._has_second[0] = 0
         self._numpy[1][:_WORDS] = words
-        self._numpy[1][_WORDS] = _WORDS
 
 
 def _words_of(generator: Any) -> np.ndarray | None:
@@ -124,22 +118,6 @@ def _words_of(generator: Any) -> np.ndarray | None:
     if at < 0 or type(generator) is not random.Random:
         return None
     return np.ctypeslib.as_array((ctypes.c_uint32 * (1 + _WORDS)).from_address(id(generator) + at))
-
-
-def _second_of(generator: Any) -> np.ndarray | None:
-    """Whether NumPy's generator has the second number of a normal pair, as it lies in memory: int32 [1]. Where that is
-    in such an object is found by two states that are known; None if it is not found."""
-    if type(generator) is not np.random.RandomState:
-        return None
-    known = np.random.RandomState(0)
-    known.set_state((*_NUMPY, 1, _SECOND))
-    at = ctypes.string_at(id(known), type(known).__basicsize__).find(np.float64(_SECOND).tobytes()) - 8
-    flag = np.ctypeslib.as_array((ctypes.c_int32 * 1).from_address(id(known) + max(at, 0)))
-    before = flag[0]
-    known.set_state(_NUMPY)
-    if at < 0 or (before, flag[0]) != (1, 0):
-        return None
-    return np.ctypeslib.as_array((ctypes.c_int32 * 1).from_address(id(generator) + at))
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:
