@@ -16,7 +16,7 @@ import msgpack
 from .descriptors import Array
 from .errors import LocalProtocolError, PeerProtocolError
 from .frozen import fields_of, frozen
-from .messages import ApplyPoint, Return, Run, RunFinished, Value  # the module fills the table of records
+from .messages import ApplyPoint, Return, Run, Value  # the module fills the table of records
 from .records import Buffer, Frame, Frames, Record, altered, from_wire, shown
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "WORK_LIMITS",
     "Decoder",
     "Limits",
-    "ResultsDecoder",
     "decode",
     "encode",
     "encode_values",
@@ -107,25 +106,27 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     Raises :class:`LocalProtocolError` if a receiver with ``limits`` would refuse its size, or if it has text that is
     not Unicode.
     """
+    frames: list[Buffer] = []
     if not isinstance(record, Record):
         raise LocalProtocolError(f"{shown(record)} is not a record")
-    return encode_values(type(record), (), record.to_wire, limits)
+    return _parts(type(record), record.to_wire, (frames,), limits)
 
 
-def encode_values(
-    kind: type[Record],
-    values: Sequence[Any],
-    wire_of: Callable[..., object] | None = None,
-    limits: Limits = LIMITS,
-) -> list[Buffer]:
+def encode_values(kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
     """The same as ``encode(kind(*values))`` without building the record, so its fields are not checked.
 
-    For senders that send such a record in every step and know that its values are valid. ``wire_of`` returns the value
-    of the header for the list of frames, which it fills, and ``values``; None: that of ``kind``.
+    For senders that send such a record in every step and know that its values are valid.
     """
-    frames: list[Buffer] = []
+    return _parts(kind, kind.wire_of, ([], *values), LIMITS)
+
+
+def _parts(
+    kind: type[Record], wire_of: Callable[..., object], arguments: tuple[Any, ...], limits: Limits
+) -> list[Buffer]:
+    """The parts of the message. ``wire_of`` returns the value of the header for ``arguments``. The first of these is
+    the list of frames, which it fills. Raises LocalProtocolError as :func:`encode` does."""
     try:
-        header: bytes = _packer.pack((wire_of or kind.wire_of)(frames, *values))  # as pack() does
+        header: bytes = _packer.pack(wire_of(*arguments))  # as pack() does
     except UnicodeEncodeError as error:
         raise LocalProtocolError(
             f"a {kind.__name__} cannot be sent: it has text that is not Unicode: {error}"
@@ -137,6 +138,7 @@ def encode_values(
     if len(header) > limits.header_nbytes:
         at_most = limits.header_nbytes
         raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {at_most}")
+    frames: list[Buffer] = arguments[0]
     if frames and (fault := _fault(len(header), frames, limits)):
         raise LocalProtocolError(
             f"a {kind.__name__} cannot be sent: {fault}; send less at a time, or use shared memory"
@@ -279,59 +281,6 @@ class Decoder:
             return True
         self._vain += 1
         return self._vain <= _KNOWN or self._vain % _KNOWN == 0
-
-
-# The beginning of a RunFinished, up to the number of the run.
-_FINISHED = msgpack.Packer().pack_array_header(1 + len(fields_of(RunFinished))) + bytes([RunFinished.code, 0x91])
-
-
-class ResultsDecoder:
-    """Decodes messages like :func:`decode`, and remembers the last RunFinished.
-
-    The next one differs from it only in the number of the run and in the bytes of the results, if these are numbers or
-    None. So the decoder compares all other bytes and does not decode them again.
-    """
-
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self._limits = limits
-        # The last record, its message behind the number of the run, and where the bytes of each result lie in that.
-        self._known: tuple[RunFinished, bytes, list[tuple[int, int]]] | None = None
-
-    def decode(self, parts: Sequence[Buffer]) -> Record:
-        """The record in ``parts``. Raises :class:`PeerProtocolError` as :func:`decode`."""
-        header = parts[0] if len(parts) == 1 else b""
-        if type(header) is not bytes or not header.startswith(_FINISHED) or len(header) <= (at := len(_FINISHED)):
-            return decode(parts, self._limits)
-        start = at + 1 + _NUMBER_NBYTES.get(header[at], len(header))
-        rest = header[start:]
-        if self._known is not None and len(rest) == len(self._known[1]):
-            known, same, places = self._known
-            values, before = [], 0
-            for value, (first, last) in zip(known.values, places, strict=True):
-                if rest[before:first] != same[before:first]:
-                    break
-                values.append(value if value.body == rest[first:last] else altered(value, body=rest[first:last]))
-                before = last
-            if len(values) == len(places) and rest[before:] == same[before:]:
-                number = header[at] if start == at + 1 else int.from_bytes(header[at + 1 : start], "big")
-                return altered(known, run=(number,), values=tuple(values))
-        record = decode(parts, self._limits)
-        if isinstance(record, RunFinished) and (found := _places_of_results(record, rest)) is not None:
-            self._known = record, rest, found
-        return record
-
-
-def _places_of_results(record: RunFinished, rest: bytes) -> list[tuple[int, int]] | None:
-    """Where the bytes of each result lie in a message, of which ``rest`` follows the number of the run. None if more of
-    such a message changes from step to step, or if this is not our own encoding of it."""
-    if record.error is not None or len(rest) > _KNOWN_NBYTES or any(value.arrays for value in record.values):
-        return None
-    packed, places = msgpack.Packer().pack_array_header(len(record.values)), []
-    for value in record.values:
-        packed += b"\x93" + pack(value.code) + pack(value.body)
-        places.append((len(packed) - len(value.body), len(packed)))
-        packed += b"\x90"
-    return places if rest == packed + pack(None) + pack(record.commits) else None
 
 
 def _has_arrays(record: Record) -> bool:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cs_proto import codec
 from cs_proto.arrays import Array, Location, array_of, bytes_array
-from cs_proto.codec import Decoder, Limits, ResultsDecoder, decode, encode
+from cs_proto.codec import Decoder, Limits, decode, encode
 from cs_proto.errors import PeerProtocolError
-from cs_proto.messages import ApplyPoint, Error, OptimizerUpdate, Return, Run, RunFinished, SparseGradient, Value
+from cs_proto.messages import ApplyPoint, OptimizerUpdate, Return, Run, SparseGradient, Value
 from cs_proto.records import Frame, Record, replace
 
 UPDATES = (OptimizerUpdate(1, 1, ()), OptimizerUpdate(2, 2, ()))
@@ -207,50 +207,3 @@ def test_what_another_program_spells_otherwise_is_read_each_time() -> None:
     wide = bytes(encode(FIRST)[0]).replace(b"\xc4\x04loss", b"\xc5\x00\x04loss")
     assert decoder.decode([wide]) == FIRST
     assert not decoder._known[RETURN]
-
-
-# --- results ------------------------------------------------------------------------------------------------------
-
-FINISHED = RunFinished((5,), (Value(b"loss", ()), Value(b"more", ())), None, 1)
-ERROR = Error("ValueError", "no", None, "", 0, 0, "")
-
-
-@st.composite
-def results(draw: st.DrawFn) -> list[bytes]:
-    """What a script hears of a run, often with a byte changed, left out or added."""
-    bodies = draw(st.lists(st.sampled_from([b"", b"loss", b"less", b"\xc0", bytes(300)]), max_size=3))
-    values = [Value(body, draw(st.sampled_from([(), (), (), FRAMED, LOCATED]))) for body in bodies]
-    number, error = draw(st.sampled_from([5, 127, 128, 300, 1 << 20, 1 << 40])), draw(st.sampled_from([None, ERROR]))
-    finished = RunFinished((number,), tuple(values) if error is None else (), error, draw(st.integers(0, 1)))
-    header, *frames = [bytes(part) for part in encode(finished)]
-    at = draw(st.integers(0, len(header) - 1))
-    if draw(st.booleans()):
-        new = draw(st.sampled_from([b"", b"\x00", b"\xc4", b"\xff", header[at : at + 1] * 2]))
-        header = header[:at] + new + header[at + 1 :]
-    return [header, *frames, *draw(st.sampled_from([(), (), (b"more",)]))]
-
-
-@given(st.lists(results(), max_size=40))
-def test_results_like_the_last_ones_are_what_was_sent(said: list[list[bytes]]) -> None:
-    decoder = ResultsDecoder()
-    for parts in [encode(FINISHED), encode(RUN), *said]:
-        assert read(decoder.decode, parts) == read(decode, parts)
-
-
-def test_of_results_with_any_other_byte_everything_is_read() -> None:
-    header = bytes(encode(replace(FINISHED, run=(6,)))[0])
-    for at, byte in enumerate(header):
-        for other in (0, 0x91, 0xC0, 0xFF, (byte + 1) % 256):
-            decoder = ResultsDecoder()
-            decoder.decode(encode(FINISHED))
-            parts = [header[:at] + bytes([other]) + header[at + 1 :]]
-            assert read(decoder.decode, parts) == read(decode, parts)
-
-
-def test_of_results_like_the_last_ones_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = ResultsDecoder()
-    decoder.decode(encode(FINISHED))
-    monkeypatch.setattr(codec, "decode", None)
-    for run, bodies in ((6, (b"loss", b"LESS")), (200, (b"four", b"five")), (1 << 31, (b"loss", b"more"))):
-        again = replace(FINISHED, run=(run,), values=tuple([Value(body, ()) for body in bodies]))
-        assert decoder.decode(encode(again)) == again

@@ -24,7 +24,7 @@ from central_storage.diagnostics.logging_setup import show
 from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
-from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, ResultsDecoder, decode, encode
+from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.messages import Output, RunFinished, Serving
 from cs_proto.peers import SERVER, SUPERVISOR, server_endpoint, worker_endpoint
@@ -128,7 +128,6 @@ class Session:
         self._trace = Trace()
         self.moment = self._trace.note
         self._serving = serving
-        self._decode = ResultsDecoder(BULK_LIMITS).decode
         self._directory = lifeline.run_directory or checked(serving.run_directory)
         self._stop = stop
         self._process = os.getpid()
@@ -234,7 +233,7 @@ class Session:
 
     def _read(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         try:
-            record = self._decode(parts)
+            record = decode(parts, BULK_LIMITS)
         except PeerProtocolError as error:
             log.error("dropped a malformed message: %s", error)
             return None
@@ -326,11 +325,10 @@ class Session:
 
     def send_run(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> None:
         """Send each worker its Run, and then wake them, as in :meth:`carry_out`."""
-        run, post, is_logged = self.core.run, self._channel.post, log.isEnabledFor(logging.DEBUG)
+        run, send = self.core.run, self._post if log.isEnabledFor(logging.DEBUG) else self._channel.send
         try:
             for peer, parts in encoded:
-                if is_logged or not post(peer, parts):
-                    self._post(peer, parts)
+                send(peer, parts)
                 self.moment("sent", run)
         finally:
             self._channel.mailboxes.ring()

@@ -40,24 +40,13 @@ def test_where_the_words_of_python_are_not_found_the_bits_are_the_same(monkeypat
     assert draw() == wanted
 
 
-@pytest.mark.parametrize("is_found", [True, False])
-def test_the_second_number_of_a_normal_pair_is_forgotten(monkeypatch: pytest.MonkeyPatch, is_found: bool) -> None:
-    if not is_found:
-        monkeypatch.setattr(seeds, "_second_of", lambda generator: None)
+def test_the_second_number_of_a_normal_pair_is_forgotten() -> None:
     made, drawn = Seeds(lambda number: None), []
     for _ in range(3):
         made.begin(Streams(7, "m.step", 5, 1))
         drawn.append(np.random.standard_normal(3).tolist())  # the generator keeps a fourth one
         assert np.random.get_state()[3] == 1
     assert drawn[0] == drawn[1] == drawn[2]
-
-
-def test_the_second_number_of_a_normal_pair_is_found_in_memory() -> None:
-    flag = seeds._second_of(np.random.set_state.__self__)  # type: ignore[attr-defined]
-    assert flag is not None
-    for second in (1, 0):
-        np.random.set_state((*np.random.get_state()[:3], second, 0.5))
-        assert flag[0] == second
 
 
 def test_the_states_are_those_that_python_and_numpy_read_back() -> None:
