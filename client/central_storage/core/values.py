@@ -360,7 +360,7 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
     complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
     :class:`InvalidArgumentError` for anything but an array of numbers, bools or strings (None, dicts, uneven lists,
-    lists of strings and numbers, a PerReplica) and for integers that do not fit.
+    lists of strings and numbers, a PerReplica, a masked array) and for integers that do not fit.
     """
     if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS":
         return np.asarray(value)
@@ -538,6 +538,8 @@ def _name(op: ReduceOp) -> Literal["SUM", "MEAN"]:
 def _array_of(value: Any) -> np.ndarray:
     if isinstance(value, IndexedSlices):
         return value.to_dense()
+    if _is_masked(value):  # NumPy would take what is masked for values
+        raise InvalidArgumentError("a masked array has no value where it is masked; use .filled(...) or .data of it")
     if hasattr(value, "__cuda_array_interface__") and not isinstance(value, Handle):
         if not hasattr(value, "get"):
             raise TypeError(f"a {type(value).__name__} on a GPU is not copied implicitly; use its .cpu()")
@@ -557,6 +559,12 @@ def _in_host_memory(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list(map(_in_host_memory, value))
     return _array_of(value) if hasattr(value, "__cuda_array_interface__") else value
+
+
+def _is_masked(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _is_untyped(value: Any) -> bool:

@@ -271,6 +271,12 @@ class TestConvertToTensor:
         with pytest.raises(ValueError, match=r"astype\(str\)"):
             convert_to_tensor(np.array(["a", "b"], object))
 
+    @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x, x], lambda x: ([x],)])
+    def test_what_is_masked_never_counts(self, wrap):
+        masked = np.ma.masked_greater(np.float32([1, 9]), 5)
+        with pytest.raises(InvalidArgumentError, match=r"masked array .* use \.filled"):
+            convert_to_tensor(wrap(masked))
+
     @pytest.mark.parametrize("value", [None, {}, {"a": 1}, [[1], [1, 2]], object(), 2**63, 2**70, [None], ["a", 1]])
     def test_no_arrays(self, value):
         with pytest.raises(InvalidArgumentError):
