@@ -365,6 +365,9 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS":
         return np.asarray(value)
     array = _array_of(value)
+    leaves = optree.tree_leaves(value, none_is_leaf=True)
+    if any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves):
+        raise InvalidArgumentError("a masked array has no value where it is masked; use .filled(...) or .data of it")
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
@@ -377,13 +380,14 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
         return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)
     if not untyped:
         return array
-    if array.dtype == np.float64:
-        with np.errstate(over="ignore"):
-            return array.astype(np.float32)
-    if array.dtype.kind == "u":
+    # Of ints that do not fit int64 NumPy makes uint64, or float64 where others are smaller.
+    if array.dtype.kind == "u" or (array.dtype == np.float64 and leaves and all(isinstance(x, int) for x in leaves)):
         raise InvalidArgumentError(
             f"{value!r:.200} does not fit int64; make it a NumPy array of the dtype that you mean"
         )
+    if array.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
     if array.dtype == np.int64 and _fits(array, np.dtype(np.int32)):
         return array.astype(np.int32)
     return array
@@ -419,7 +423,10 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
     """
     slices = [component for component in components if isinstance(component, IndexedSlices)]
     if not slices or len(slices) < len(components):
-        return as_tensor(reduction.reduce(_name(op), [convert_to_tensor(component) for component in components]))
+        dtype = None
+        if all(type(component) is int for component in components):  # Python's sum of them does not overflow
+            dtype = convert_to_tensor([*components, sum(components)]).dtype
+        return as_tensor(reduction.reduce(_name(op), [convert_to_tensor(each, dtype) for each in components]))
     shape, dtype = slices[0].dense_shape, slices[0].dtype
     for replica, component in enumerate(slices):
         if component.dense_shape != shape or component.dtype != dtype:
@@ -538,8 +545,6 @@ def _name(op: ReduceOp) -> Literal["SUM", "MEAN"]:
 def _array_of(value: Any) -> np.ndarray:
     if isinstance(value, IndexedSlices):
         return value.to_dense()
-    if _is_masked(value):  # NumPy would take what is masked for values
-        raise InvalidArgumentError("a masked array has no value where it is masked; use .filled(...) or .data of it")
     if hasattr(value, "__cuda_array_interface__") and not isinstance(value, Handle):
         if not hasattr(value, "get"):
             raise TypeError(f"a {type(value).__name__} on a GPU is not copied implicitly; use its .cpu()")
@@ -559,12 +564,6 @@ def _in_host_memory(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list(map(_in_host_memory, value))
     return _array_of(value) if hasattr(value, "__cuda_array_interface__") else value
-
-
-def _is_masked(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_is_masked, value))
-    return isinstance(value, np.ma.MaskedArray)
 
 
 def _is_untyped(value: Any) -> bool:
