@@ -310,6 +310,7 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
                 "cs_runtime.transport.multipart",
                 "cs_runtime.transport.poller",
                 "central_storage.observer.blocking",
+                "central_storage.observer.connection",
                 "central_storage.observer.places",
             },
         ),

@@ -512,6 +512,26 @@ def test_a_schedule_of_ones_own_is_evaluated_before_every_run(
     assert dict(backend.optimizers[1].hyperparameters)["learning_rate"] == 0.125
 
 
+def test_steps_of_one_run_that_share_a_rate_are_told(s: CentralStorageStrategy, backend: Backend) -> None:
+    optimizer = made(s, learning_rate=Halving())
+    s.run(lambda: None)
+    backend.optimizers[1] = replace(backend.optimizers[1], iterations=3)
+    with pytest.warns(UserWarning, match=r"SGD made the steps 0 to 2 in one run, all with the rate of step 0"):
+        s.run(lambda: None)
+    optimizer.iterations = 7
+    s.run(lambda: None)
+    optimizer.learning_rate = Halving()
+    backend.optimizers[1] = replace(backend.optimizers[1], iterations=9)
+    s.run(lambda: None)
+
+
+def test_a_callable_without_arguments_has_no_step(s: CentralStorageStrategy, backend: Backend) -> None:
+    made(s, learning_rate=lambda: 0.5)
+    s.run(lambda: None)
+    backend.optimizers[1] = replace(backend.optimizers[1], iterations=3)
+    s.run(lambda: None)
+
+
 def test_a_callable_without_arguments_is_asked_before_every_run(s: CentralStorageStrategy, backend: Backend) -> None:
     rates = iter([0.5, 0.25])
     optimizer = made(s, learning_rate=lambda: next(rates))

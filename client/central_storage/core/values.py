@@ -360,11 +360,14 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
     complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
     :class:`InvalidArgumentError` for anything but an array of numbers, bools or strings (None, dicts, uneven lists,
-    lists of strings and numbers, a PerReplica) and for integers that do not fit.
+    lists of strings and numbers, a PerReplica, a masked array) and for integers that do not fit.
     """
     if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS":
         return np.asarray(value)
     array = _array_of(value)
+    leaves = optree.tree_leaves(value, none_is_leaf=True)
+    if any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves):
+        raise InvalidArgumentError("a masked array has no value where it is masked; use .filled(...) or .data of it")
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
@@ -377,13 +380,14 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
         return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)
     if not untyped:
         return array
-    if array.dtype == np.float64:
-        with np.errstate(over="ignore"):
-            return array.astype(np.float32)
-    if array.dtype.kind == "u":
+    # Of ints that do not fit int64 NumPy makes uint64, or float64 where others are smaller.
+    if array.dtype.kind == "u" or (array.dtype == np.float64 and leaves and all(isinstance(x, int) for x in leaves)):
         raise InvalidArgumentError(
             f"{value!r:.200} does not fit int64; make it a NumPy array of the dtype that you mean"
         )
+    if array.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
     if array.dtype == np.int64 and _fits(array, np.dtype(np.int32)):
         return array.astype(np.int32)
     return array
@@ -419,7 +423,10 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
     """
     slices = [component for component in components if isinstance(component, IndexedSlices)]
     if not slices or len(slices) < len(components):
-        return as_tensor(reduction.reduce(_name(op), [convert_to_tensor(component) for component in components]))
+        dtype = None
+        if all(type(component) is int for component in components):  # Python's sum of them does not overflow
+            dtype = convert_to_tensor([*components, sum(components)]).dtype
+        return as_tensor(reduction.reduce(_name(op), [convert_to_tensor(each, dtype) for each in components]))
     shape, dtype = slices[0].dense_shape, slices[0].dtype
     for replica, component in enumerate(slices):
         if component.dense_shape != shape or component.dtype != dtype:

@@ -16,7 +16,7 @@ from central_storage.core.context import (
     refuse_in_replica,
 )
 from central_storage.core.tensors.live_number import LiveNumber
-from central_storage.diagnostics.callers import warn_deprecated
+from central_storage.diagnostics.callers import warn, warn_deprecated
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of, slot_shape
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -72,8 +72,8 @@ class Optimizer(Counted):
     rule (flags, and whether there is a momentum) never change.
 
     ``learning_rate`` is a number, one of ``optimizers.schedules``, which the server evaluates at every step, or another
-    callable of the step (or of nothing). The script evaluates such a callable before every run; ``run_steps`` then
-    sends nothing ahead.
+    callable of the step (or of nothing). The script evaluates such a callable before every run, so all steps of a run
+    have one rate, and a warning says so; ``run_steps`` then sends nothing ahead.
 
     Every optimizer takes these arguments by keyword: ``clipvalue`` bounds every element of the summed gradient,
     ``clipnorm`` the norm of each variable's gradient, and ``global_clipnorm`` the norm of all gradients together;
@@ -95,6 +95,8 @@ class Optimizer(Counted):
 
     #: The numbers of the variables that it updates, if they are known before the first update.
     members: tuple[int, ...] = ()
+    #: The step at which the user's callable gave the present rate.
+    _evaluated_at: int | None = None
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ class Optimizer(Counted):
             raise InvalidArgumentError(f"{self.name}.iterations must be at least 0, not {count}")
         if self._strategy is not None:
             self._controller.configure(self._number, self.kind, {}, None, count)
-        self._iterations = count
+        self._iterations, self._evaluated_at = count, None
 
     @property
     def strategy(self) -> Strategy | None:
@@ -385,6 +387,7 @@ class Optimizer(Counted):
             return
         rate = hyperparameters["learning_rate"]
         before, self._rate = self._rate, rate if callable(rate) else None
+        self._evaluated_at = None
         try:
             now = self._rate_at(self._count()) if callable(rate) else rate
             self._set({**hyperparameters, "learning_rate": now})
@@ -460,9 +463,21 @@ class Optimizer(Counted):
     def evaluate_schedule(self) -> None:
         """Before a run: evaluate a learning rate that is the user's callable at the present step."""
         if self._rate is not None and self._has_own_schedule:
-            rate = self._rate_at(self._count())
+            step = self._count()
+            self._warn_of_old_rate(step)
+            rate = self._rate_at(step)
             if rate != self._hyperparameters["learning_rate"]:
                 self._set({"learning_rate": rate})
+
+    def _warn_of_old_rate(self, step: int) -> None:
+        before, self._evaluated_at = self._evaluated_at, step
+        if before is not None and step > before + 1 and not _takes_nothing(self._rate):
+            warn(
+                f"{self.name} made the steps {before} to {step - 1} in one run, all with the rate of step {before}, "
+                "because the script evaluates a learning rate function before every run; for a rate of its own in "
+                "every step use cs.optimizers.schedules, or make one step in each run",
+                UserWarning,
+            )
 
     @property
     def _has_own_schedule(self) -> bool:
@@ -522,7 +537,7 @@ def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **made}
 
 
-def _takes_nothing(function: Callable[..., Any]) -> bool:
+def _takes_nothing(function: Any) -> bool:
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError):

@@ -271,7 +271,15 @@ class TestConvertToTensor:
         with pytest.raises(ValueError, match=r"astype\(str\)"):
             convert_to_tensor(np.array(["a", "b"], object))
 
-    @pytest.mark.parametrize("value", [None, {}, {"a": 1}, [[1], [1, 2]], object(), 2**63, 2**70, [None], ["a", 1]])
+    @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x, x], lambda x: ([x],)])
+    def test_what_is_masked_never_counts(self, wrap):
+        masked = np.ma.masked_greater(np.float32([1, 9]), 5)
+        with pytest.raises(InvalidArgumentError, match=r"masked array .* use \.filled"):
+            convert_to_tensor(wrap(masked))
+
+    @pytest.mark.parametrize(
+        "value", [None, {}, {"a": 1}, [[1], [1, 2]], object(), 2**63, [1, 2**63], 2**70, [None], ["a", 1]]
+    )
     def test_no_arrays(self, value):
         with pytest.raises(InvalidArgumentError):
             convert_to_tensor(value)
@@ -329,6 +337,18 @@ class TestReduce:
         same(reduce_values("sum", f32([1, 2, 3], [], [4]), 0, 3), 10)
         same(reduce_values(SUM, PerReplica([0.25, 1.25]), None, 2), 1.5)
         same(reduce_values(SUM, Mirrored([np.float32(2)] * 3), None, 3), 6)
+
+    @pytest.mark.parametrize("counts", [[2**31 - 1, 1], [2**31, 5], [5, -(2**40)]])
+    def test_python_ints_do_not_overflow(self, counts):
+        same(reduce_values(SUM, PerReplica(counts), None, 2), sum(counts), np.int64)
+        same(reduce_values(MEAN, PerReplica(counts), None, 2), sum(counts) / 2, np.float64)
+
+    def test_python_ints_whose_sum_is_small_are_int32(self):
+        same(reduce_values(SUM, PerReplica([2, 3]), None, 2), 5, np.int32)
+
+    def test_python_ints_whose_sum_fits_no_array(self):
+        with pytest.raises(InvalidArgumentError, match="does not fit int64"):
+            reduce_values(SUM, PerReplica([2**63 - 1, 1]), None, 2)
 
     @pytest.mark.parametrize("op", [SUM, MEAN])
     def test_one_component_comes_back_as_it_is(self, op):
