@@ -251,7 +251,7 @@ def test_what_a_worker_has_posted_without_a_ring_is_heard_at_its_end(outpost: Ou
 
 def test_a_mark_goes_as_a_message(outpost: Outpost) -> None:
     """Only the server knows what it stands for."""
-    assert not outpost.worker.channel.mark(SERVER, 7)
+    assert not outpost.worker.channel.mailboxes.mark(SERVER, 7)
 
 
 def test_a_damaged_mailbox_is_given_up(outpost: Outpost) -> None:
