@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
@@ -12,7 +12,8 @@ from cs_proto.peers import server_endpoint
 from cs_runtime.transport.curve import ObserverKeys, check_endpoint, protect_client
 from cs_runtime.transport.supervisor_link import CARRIED, checked
 
-from .connection import Connection
+if TYPE_CHECKING:
+    from .connection import Connection
 
 __all__ = ["Place", "place_of"]
 
@@ -115,6 +116,8 @@ class _Elsewhere:
         socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _PAUSE)
         protect_client(socket, self._keys)
+        from .connection import Connection  # it brings asyncio, and most observers are here
+
         self._connection = Connection(socket, self.endpoint)
 
     def connects_again(self) -> bool:
