@@ -26,10 +26,12 @@ class Connection:
         self._socket, self._endpoint = socket, endpoint
         #: Where ZeroMQ says how the connection fares.
         self.events = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        #: Seconds that the last attempt took that reached the service; 0 before.
+        # Nobody reads them while no question waits. At a limit, ZeroMQ would wait until somebody does, and send nothing.
+        self.events.setsockopt(zmq.RCVHWM, 0)
+        #: Seconds that an attempt took that reached the service, the last one that is known; 0 before.
         self._took = 0.0
-        self._is_connected = False
-        self._lost = time.monotonic()
+        self._is_connected = self._has_connected = False
+        self._lost = self._heard = time.monotonic()
         self._begin(self._lost)
         socket.connect(endpoint)
 
@@ -37,13 +39,16 @@ class Connection:
         """Give up an attempt that takes too long, and begin another one. Whether what was sent may be lost, because
         there is another connection since the last call, or another attempt."""
         now, is_another = time.monotonic(), False
+        before, self._heard = self._heard, now
         for event in self._news():
             if event == zmq.EVENT_DISCONNECTED:  # ZeroMQ has begun another attempt
                 self._is_connected, self._lost = False, now
                 self._begin(now)
             elif not self._is_connected:
-                is_another = self._took > 0
-                self._is_connected, self._took = True, now - self._begun
+                is_another = self._has_connected
+                self._is_connected = self._has_connected = True
+                if now - before < _ATTEMPT:  # otherwise it may have connected long ago
+                    self._took = now - self._begun
         if not self._is_connected and now >= self._deadline:
             self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
@@ -55,7 +60,7 @@ class Connection:
         """An attempt begins. It has as long as all before it, until one has reached the service."""
         missing = now - self._lost
         self._begun = now
-        self._deadline = now + max(_ATTEMPT, 2 * self._took, missing * _SHARE if self._took else missing)
+        self._deadline = now + max(_ATTEMPT, 2 * self._took, missing * _SHARE if self._has_connected else missing)
 
     def _news(self) -> Iterator[int]:
         events: zmq.Socket[bytes] = zmq.Socket.shadow(self.events)  # which waits for no event loop

@@ -129,3 +129,37 @@ def test_what_was_sent_is_lost_with_its_connection(service: Service, clock: Cloc
     service.accept().close()
     assert connecting.connects_again()
     connecting.close()
+
+
+def test_an_observer_that_asked_nothing_for_long_gives_no_longer_attempts(
+    service: Service, clock: Clock, wire: zmq.Socket[bytes]
+) -> None:
+    connecting = Connection(wire, service.endpoint)
+    made = service.accept()
+    clock.now += 1000  # all questions are answered at once, so nobody looks
+    assert not connecting.connects_again()
+    service.stop_answering()
+    lose(connecting, made)
+    assert given_up(connecting, clock, 2) == pytest.approx([0.7] * 2, abs=0.03)
+    connecting.close()
+
+
+def test_what_was_sent_is_lost_with_each_connection(service: Service, clock: Clock, wire: zmq.Socket[bytes]) -> None:
+    wire.setsockopt(zmq.RECONNECT_IVL, 1)
+    connecting = Connection(wire, service.endpoint)
+    made = service.accept()
+    assert not connecting.connects_again()
+    for _ in range(3):  # lost and made again between two looks
+        lose(connecting, made)
+        made = service.accept()
+        assert connecting.connects_again()
+    made.close()
+    connecting.close()
+
+
+def test_connections_that_nobody_looks_at_do_not_stop_zeromq(service: Service, wire: zmq.Socket[bytes]) -> None:
+    wire.setsockopt(zmq.RECONNECT_IVL, 1)
+    connecting = Connection(wire, service.endpoint)
+    for _ in range(1200):  # a monitor socket has room for 2000 events by itself
+        service.accept().close()
+    connecting.close()
