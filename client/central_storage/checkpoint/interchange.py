@@ -157,7 +157,8 @@ def _arrays_of_npz(path: str) -> Iterator[list[Block]]:
                 raise ValueError("it is no zip archive")
             file.seek(0)
             archive = stack.enter_context(np.load(file, allow_pickle=False))
-            found = [_of_member(path, archive, name, read) for name in archive.files]
+            names = dict.fromkeys(archive.files)  # an archive may have a name twice
+            found = [_of_member(path, archive, name, read) for name in names]
         yield found
 
 

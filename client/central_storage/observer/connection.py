@@ -26,7 +26,7 @@ class Connection:
         self._socket, self._endpoint = socket, endpoint
         #: Where ZeroMQ says how the connection fares.
         self.events = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        # Nobody reads them while no question waits. At a limit, ZeroMQ would wait until somebody does, and send nothing.
+        # Nobody reads them while no question waits. At a limit, ZeroMQ would wait for a reader, and send nothing.
         self.events.setsockopt(zmq.RCVHWM, 0)
         #: Seconds that an attempt took that reached the service, the last one that is known; 0 before.
         self._took = 0.0

@@ -213,6 +213,16 @@ def test_no_archive_unpacks_elsewhere(tmp_path: Path, name: str) -> None:
         import_checkpoint(tmp_path / "z.npz", tmp_path / "z")
 
 
+def test_an_npz_with_a_name_twice_has_the_last_array(tmp_path: Path) -> None:
+    path = tmp_path / "twice.npz"
+    np.savez(path, a=np.arange(3.0), b=np.arange(2))
+    np.save(tmp_path / "a.npy", np.arange(4.0))
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.write(tmp_path / "a.npy", "a.npy")
+    assert import_checkpoint(path, tmp_path / "ours") == ["a", "b"]
+    assert same(stored(f"{tmp_path / 'ours'}.safetensors"), {"a": np.arange(4.0), "b": np.arange(2)})
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
