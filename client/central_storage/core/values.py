@@ -314,7 +314,6 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
 def select_replica(replica: int, structure: Any) -> Any:
     """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, everything else
     unchanged. Raises IndexError if one has no component for ``replica``."""
-
     if type(structure) is tuple:  # the usual case of arguments and elements
         return tuple([select_replica(replica, part) for part in structure])
     if isinstance(structure, DistributedValues):
@@ -365,8 +364,8 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS":
         return np.asarray(value)
     array = _array_of(value)
-    leaves = optree.tree_leaves(value, none_is_leaf=True)
-    if any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves):
+    untyped = _is_untyped(value)
+    if not untyped and _has(np.ma.MaskedArray, value):
         raise InvalidArgumentError("a masked array has no value where it is masked; use .filled(...) or .data of it")
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
@@ -375,13 +374,12 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
             "; if its objects are texts, use astype(str)" if array.dtype.kind == "O" and hasattr(value, "dtype") else ""
         )
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
-    untyped = _is_untyped(value)
     if dtype is not None:
         return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)
     if not untyped:
         return array
     # Of ints that do not fit int64 NumPy makes uint64, or float64 where others are smaller.
-    if array.dtype.kind == "u" or (array.dtype == np.float64 and leaves and all(isinstance(x, int) for x in leaves)):
+    if array.dtype.kind == "u" or (array.dtype == np.float64 and array.size and not _has(float, value)):
         raise InvalidArgumentError(
             f"{value!r:.200} does not fit int64; make it a NumPy array of the dtype that you mean"
         )
@@ -571,6 +569,10 @@ def _is_untyped(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_untyped, value))
     return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
+
+
+def _has(kind: type, value: Any) -> bool:
+    return any(map(partial(_has, kind), value)) if isinstance(value, list | tuple) else isinstance(value, kind)
 
 
 def _is_text(value: Any) -> bool:
