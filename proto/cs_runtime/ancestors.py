@@ -6,8 +6,12 @@ import grp
 import os
 import pwd
 import stat
+from pathlib import Path
 
 __all__ = ["why_replaceable"]
+
+# Directories that root of the machine owns. A container may show them as those of an owner that it does not know.
+_OF_ROOT = frozenset(("/dev", "/dev/shm", "/home", "/run", "/tmp", "/var", "/var/tmp"))
 
 
 def why_replaceable(path: str) -> str | None:
@@ -17,8 +21,8 @@ def why_replaceable(path: str) -> str | None:
     Each directory above ``path`` must belong to this user or to root. Others may not write there, unless the sticky bit
     keeps them from what is not theirs; the group may, if this user is alone in it.
     """
-    # In a user namespace, root of the machine is shown as nobody. Whoever owns "/" can replace everything anyway.
-    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
+    trusted = {os.geteuid(), 0, os.stat("/").st_uid}  # whoever owns "/" can replace everything anyway
+    stranger = _unknown_owner()
     above = path
     while above != (above := os.path.dirname(above)):
         try:
@@ -28,7 +32,8 @@ def why_replaceable(path: str) -> str | None:
         except OSError as error:
             return f"{above}, above it, cannot be looked at ({error.strerror}); choose another directory"
         mode = stat.S_IMODE(status.st_mode)
-        if status.st_uid not in trusted:
+        is_of_root = above in _OF_ROOT and status.st_uid == stranger
+        if status.st_uid not in trusted and not is_of_root:
             return (
                 f"{above}, above it, belongs to user {status.st_uid}, who can replace what lies there, and not to you "
                 f"(user {os.geteuid()}) or root; choose another directory"
@@ -50,3 +55,10 @@ def _is_alone_in(group: int) -> bool:
         return False
     own = (user.pw_gid, user.pw_name)
     return (found.gr_gid, found.gr_name) == own and set(found.gr_mem) <= {user.pw_name}
+
+
+def _unknown_owner() -> int | None:
+    """The user as whom the kernel shows owners whom this user namespace does not know; None if it knows that one."""
+    unknown = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    ranges = (map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    return None if any(first <= unknown < first + count for first, _, count in ranges) else unknown

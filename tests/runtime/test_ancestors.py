@@ -130,6 +130,28 @@ def test_in_a_user_namespace_the_owner_of_all_counts_as_root(tmp_path: Path, pre
     assert why_replaceable(str(tmp_path / "run")) is None
 
 
+@pytest.mark.parametrize(
+    ("uid_map", "place", "mode", "is_replaceable"),
+    [
+        ("0 1000 1\n", "/tmp", 0o1777, False),
+        ("0 1000 1\n1 100000 65533\n", "/tmp", 0o1777, False),
+        ("0 1000 1\n", "/tmp", 0o777, True),
+        ("0 1000 1\n", "/usr", 0o755, True),
+        ("0 0 4294967295\n", "/tmp", 0o1777, True),
+        ("0 1000 1\n1 100000 65536\n", "/tmp", 0o1777, True),
+    ],
+)
+def test_a_container_shows_directories_of_root_as_those_of_nobody(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, uid_map: str, place: str, mode: int, is_replaceable: bool
+) -> None:
+    true = Path.read_text
+    shown = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": f"{OTHER}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: shown.get(str(path)) or true(path))
+    pretend(place, OTHER, mode)
+    pretend("/", 0, 0o755)
+    assert (why_replaceable(f"{place}/cs-01234567") is not None) == is_replaceable
+
+
 def test_a_client_refuses_what_others_could_replace(tmp_path: Path) -> None:
     (run := tmp_path / "open" / "run").mkdir(mode=0o700, parents=True)
     assert checked(str(run)) == str(run)

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import finalize, ref
@@ -167,6 +167,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
         self._lock = threading.Lock()  # replicas of one process make optimizers, too
         self._made_in_replicas = MadeInReplicas(lambda kind, name: backend.forget(kind, name))
+        self._variable_sets = VariableSets()
         self._has_run = True  # as far as it matters: in a worker
         self._handles: HandleTable = HandleTable(
             {
@@ -221,10 +222,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
         """What copies an array to where the replicas read it."""
         return self._backend.carrier()
 
-    @cached_property
+    @property
     def variable_sets(self) -> VariableSets:
         """Those of which replicas of this process have asked gradient buffers."""
-        return VariableSets()
+        return self._variable_sets
 
     @property
     def handles(self) -> HandleTable:
