@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tests.harness.processes import Ended, run
@@ -11,6 +13,7 @@ from tests.harness.timing import unit
 
 from cs_proto.arrays import Location
 from cs_proto.messages import Variable, VariableSpec
+from cs_worker.devices import faults
 from cs_worker.devices.device import open_device
 from cs_worker.execution.catalogue import Catalogue
 
@@ -87,6 +90,23 @@ def test_threads_that_fault_together_are_named_once_behind_the_stacks() -> None:
     assert "wrote in place" in ended.err.splitlines()[-1], ended
     assert ended.err.count("wrote in place") == 1
     assert ended.err.splitlines()[0] == STACKS
+
+
+@pytest.mark.parametrize(("code", "waits"), [(1, [1.0, 1.0]), (-6, [])])
+def test_a_fault_of_faulthandler_lets_another_thread_name_its_own(
+    monkeypatch: pytest.MonkeyPatch, code: int, waits: list[float]
+) -> None:
+    """It faults in the stack of a thread that runs on, at an address that says nothing."""
+    waited: list[float] = []
+    ended: list[int] = []
+    libc = SimpleNamespace(signal=lambda *_: None, **{"raise": ended.append})
+    monkeypatch.setattr(faults, "_libc", libc)
+    monkeypatch.setattr(faults.time, "sleep", waited.append)
+    information, context = (ctypes.c_int * 4)(0, 0, code, 0), (ctypes.c_uint64 * 64)()
+    name = faults._Namer(lambda segment, offset: "never", 216)
+    name(signal.SIGSEGV, ctypes.addressof(information), ctypes.addressof(context))
+    assert waited == waits
+    assert ended == [signal.SIGSEGV]
 
 
 def test_without_faulthandler_it_is_named_all_the_same() -> None:

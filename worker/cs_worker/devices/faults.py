@@ -121,6 +121,8 @@ class _Namer:
             if found is not None and not self._has_said:
                 self._has_said = True
                 os.write(_STDERR, _line(self._describe(*found)))
+            elif found is None and not is_raised:  # of faulthandler itself, in the stack of a thread that runs on
+                time.sleep(_PRINTING_SECONDS)  # so that a thread whose fault has a name says it
         finally:
             _libc.signal(number, _SIG_DFL)
             getattr(_libc, "raise")(number)  # blocked until the handler returns

@@ -40,6 +40,8 @@ _STACKS_SECONDS = 0.3
 _FLUSH_SECONDS = 0.2
 # Larger than any other score: a process that fills the whole memory has 1000 without it.
 _OOM_FIRST = "1000"
+# Seconds that a process has for becoming another program: the kernel shows no environment of it meanwhile.
+_BECOMING = 0.02
 
 
 class Running(Protocol):
@@ -371,7 +373,7 @@ def end_leftovers(run_directory: str, role: str | None = None, rank: int | None 
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
         with suppress(OSError):  # gone meanwhile, or not ours
-            if not _environment(entry) >= wanted or not _environment(entry) & roles:
+            if not (environment := _environment(entry)) >= wanted or not environment & roles:
                 continue
             pidfd = os.pidfd_open(int(entry))
             killed.append(pidfd)
@@ -409,8 +411,15 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 
 def _environment(pid: str) -> set[bytes]:
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        return set(file.read().split(b"\0"))
+    """The variables that a process has inherited. Raises OSError if it has ended, or is not ours."""
+    deadline = time.monotonic() + _BECOMING
+    while True:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            found = file.read()
+        if found or time.monotonic() > deadline:
+            return set(found.split(b"\0"))
+        os.readlink(f"/proc/{pid}/exe")  # what has ended has none
+        time.sleep(_BECOMING / 20)
 
 
 @contextmanager

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from tests.harness.processes import run
+import pytest
+from tests.harness.processes import run, start
 
 from central_storage.launch.plan import Command
-from central_storage.launch.supervisor.children import Child, Standbys
+from central_storage.launch.supervisor import children
+from central_storage.launch.supervisor.children import Child, Standbys, end_leftovers
 from central_storage.launch.supervisor.loop import Loop
 
 
@@ -62,3 +68,35 @@ def test_a_process_that_another_loop_watches_from_now_on() -> None:
     one.turn(0)
     assert "".join(heard) == "begun, ended"
     assert child.returncode == 0
+
+
+def test_a_process_that_becomes_a_program_is_no_leftover_that_is_overlooked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel shows it without an environment for a moment."""
+    environment = {"CS_RUN_DIRECTORY": str(tmp_path), "CS_ROLE": "worker", "RANK": "0"}
+    with start(
+        sys.executable, "-c", "import signal; print('ready', flush=True); signal.pause()", environment=environment
+    ) as child:
+        child.wait_for("^ready")
+        shown = [b""]
+
+        def opened(path: str, mode: str) -> Any:
+            if path == f"/proc/{child.pid}/environ" and shown:
+                return io.BytesIO(shown.pop())
+            return open(path, mode)
+
+        monkeypatch.setattr(children, "open", opened, raising=False)
+        end_leftovers(str(tmp_path), "worker", 0)
+        assert child.wait().code == -signal.SIGKILL
+        assert not shown
+
+
+def test_a_process_without_an_environment_is_no_leftover(tmp_path: Path) -> None:
+    lasting = "import signal; print(1, flush=True); signal.pause()"
+    program = f"import os, sys; os.execve(sys.executable, [sys.executable, '-Sc', {lasting!r}], {{}})"
+    with start(sys.executable, "-c", program) as child:
+        child.wait_for("^1")
+        end_leftovers(str(tmp_path))
+        child.signal(signal.SIGTERM)
+        assert child.wait().code == -signal.SIGTERM
