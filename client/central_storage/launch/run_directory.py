@@ -204,6 +204,7 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
         raise ConfigurationError(
             f"the run directory {path} is too long: a socket's path has at most {_PATH_NBYTES} bytes"
         )
+    _refuse_replaceable(path)  # before anything is made
     try:
         _make(path)
     except OSError as error:
@@ -212,8 +213,7 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
         raise ConfigurationError(
             f"the run directory {path} must belong to you and be closed to other users (chmod 700)"
         )
-    if objection := why_replaceable(path):
-        raise ConfigurationError(f"other users could replace the run directory {path}: {objection}")
+    _refuse_replaceable(path)  # somebody may have been quicker
     lock = _lock(path)
     for _ in range(_TRIES):
         if lock is None:  # who looks whether it is free holds it for a moment
@@ -226,6 +226,11 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
         )
     _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")  # left by a run that was killed
     return lock
+
+
+def _refuse_replaceable(path: str) -> None:
+    if objection := why_replaceable(path):
+        raise ConfigurationError(f"other users could replace the run directory {path}: {objection}")
 
 
 def _make(path: str) -> None:

@@ -142,6 +142,7 @@ def test_a_given_directory_is_refused_where_others_could_replace_it(runtime: Pat
             match=f"^other users could replace the run directory {given}: others may write to {runtime}/open, above it",
         ):
             RunDirectory(str(given))
+    assert list((runtime / "open").iterdir()) == []
     (runtime / "open").chmod(0o1777)
     RunDirectory(str(given)).remove()
 
