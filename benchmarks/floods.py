@@ -8,7 +8,8 @@ control costs is the price of any process on this machine, not of what the flood
 
 Strangers are unknown to the supervisor. The other floods come from observers that it has introduced: ``questions``
 reads all answers, ``unread`` reads none, and ``malformed`` sends what is no record. ``large`` is one observer that
-asks for a variable of 100 MB, again after each answer. ``computes`` is no flood: it sends nothing, and never rests. A
+asks for a variable of 100 MB, again after each answer. ``connections`` connects to server, worker and supervisor again
+and again, and sends each of them some bytes or nothing. ``computes`` is no flood: it sends nothing, and never rests. A
 disturber is stopped (SIGSTOP) between its turns.
 """
 
@@ -18,12 +19,14 @@ import argparse
 import itertools
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,13 +44,15 @@ from cs_runtime.transport.supervisor_link import SupervisorLink
 
 STEP = 1.5e-3  # seconds, about
 MOST = 2.0  # times the 99th percentile of a quiet step
-FLOODS = ("strangers", "questions", "malformed", "unread", "large", "computes")
+FLOODS = ("strangers", "questions", "malformed", "unread", "large", "connections", "computes")
 # The values of the variable that ``large`` asks for.
 LARGE = 25_000_000
 # The control computes for its share of each period, in seconds.
 PERIOD = 2e-3
 # So many links flood at once.
 LINKS = 4
+# So many junk connections are open at once.
+OPEN = 1000
 HEAD = """\
 | beside | median, ms | p99, ms | longest, ms | median / quiet | p99 / quiet | middle half | it, % | server | I/O |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
@@ -70,6 +75,21 @@ def flood(kind: str, address: str) -> None:
                     link.recv_multipart(copy=False)
                 while kind in ("questions", "malformed") and link.poll(0):
                     link.recv_multipart()
+
+
+def connect(address: str) -> None:
+    """Connect to sockets of the service, without end. The oldest connections are closed."""
+    kinds = {"server": socket.SOCK_STREAM, "w0.1": socket.SOCK_STREAM, "supervisor": socket.SOCK_SEQPACKET}
+    links: deque[socket.socket] = deque()
+    print("begins", flush=True)
+    for number, (name, kind) in enumerate(itertools.cycle(kinds.items())):
+        links.append(socket.socket(socket.AF_UNIX, kind))
+        links[-1].connect(f"{address}/{name}")
+        if number % 2:
+            with suppress(BrokenPipeError):  # it is closed already
+                links[-1].send(os.urandom(30))
+        if len(links) > OPEN:
+            links.popleft().close()
 
 
 def _message(kind: str, number: int) -> Sequence[Any]:
@@ -274,6 +294,8 @@ def main() -> None:
     options = parsed()
     if options.compute is not None:
         compute(options.compute)
+    elif options.flood == "connections":
+        connect(options.address)
     elif options.flood:
         flood(options.flood, options.address)
     else:
