@@ -59,6 +59,9 @@ def _is_alone_in(group: int) -> bool:
 
 def _unknown_owner() -> int | None:
     """The user as whom the kernel shows owners whom this user namespace does not know; None if it knows that one."""
-    unknown = int(Path("/proc/sys/kernel/overflowuid").read_text())
-    ranges = (map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    try:
+        unknown = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except OSError:  # a container may hide them
+        return None
     return None if any(first <= unknown < first + count for first, _, count in ranges) else unknown

@@ -152,6 +152,18 @@ def test_a_container_shows_directories_of_root_as_those_of_nobody(
     assert (why_replaceable(f"{place}/cs-01234567") is not None) == is_replaceable
 
 
+def test_a_container_may_hide_which_users_it_knows(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert why_replaceable(str(tmp_path / "run")) is None
+    pretend("/tmp", OTHER, 0o1777)
+    assert why_replaceable("/tmp/cs-01234567") is not None
+
+
 def test_a_client_refuses_what_others_could_replace(tmp_path: Path) -> None:
     (run := tmp_path / "open" / "run").mkdir(mode=0o700, parents=True)
     assert checked(str(run)) == str(run)
