@@ -7,22 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from tests.harness.clock import Clock
 from tests.harness.timing import unit
 
 from central_storage.observer import connection
 from central_storage.observer.connection import Connection
 
 ESTABLISHED = b"\x01"
-
-
-class Clock:
-    """The time, which passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Service:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.harness.clock import Clock
 from tests.harness.introduced import introduction
 from tests.harness.timing import unit
 
@@ -147,16 +148,6 @@ def test_nobody_is_heard_before_the_supervisor_has_introduced_it(make: Make, cap
     world.tell(introduction(b"c2"))
     stranger.send_multipart(parts(50))
     assert world.hear()[:2] == (b"c2", record(50))
-
-
-class Clock:
-    """The time of a channel, which goes on only as a test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
