@@ -52,14 +52,14 @@ def test_steps_on_many_machines_are_shown_beside_the_formula() -> None:
     seconds = {("adam-16MB", "relay, 1 Gbit/s"): 0.6, ("adam-16MB", "relay, 1 Gbit/s, 8 workers"): 2.1}
     (line,) = [line for line in scaling_out.steps(seconds).splitlines() if "16 MB" in line]
     # 2 * 2 * 16 MB at 125 MB/s, 16 MB of Adam with two gradients, and two workers' messages
-    assert line == "| Adam, 16 MB | 519 ms | 600 ms | 1.16 | - | - | - |"
+    assert line == "| Adam, 16 MB | 520 ms | 600 ms | 1.15 | - | - | - |"
     seconds |= {("adam-16MB", "one outpost, 1 Gbit/s"): 0.4, ("adam-16MB", "one outpost, 1 Gbit/s, 8 workers"): 1.2}
     lines = scaling_out.growth(seconds).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 2", "| 8"]
     # 16 and 9 times 16 MB at 125 MB/s, 16 MB of Adam with eight gradients, and eight workers' messages
-    assert lines[3].split(" | ")[1:5] == ["2.06 s", "2.10 s", "1.17 s", "1.20 s"]
+    assert lines[3].split(" | ")[1:5] == ["2.07 s", "2.10 s", "1.17 s", "1.20 s"]
     (line,) = [line for line in scaling_out.shared(seconds).splitlines() if "16 MB" in line]
-    assert line == "| Adam, 16 MB | 519 ms | 600 ms | 391 ms | 400 ms | 1.02 |"
+    assert line == "| Adam, 16 MB | 520 ms | 600 ms | 392 ms | 400 ms | 1.02 |"
 
 
 def test_the_messages_of_a_step_are_a_line_through_empty_runs() -> None:

@@ -47,13 +47,12 @@ __all__ = [
 
 # Measured on two cores of one machine, in medians; docs/performance.md has the benchmarks of updates.
 
-# The next five are the lines that `python benchmarks/cluster.py --works empty-run` prints: those that come nearest to
-# empty runs of 1, 2 and 4 workers. All processes shared two cores then, those of the nodes, too; other programs ran as
-# well, over which these had priority.
+# The next five are the lines that `python benchmarks/cluster.py --works empty-run` printed: those that come nearest to
+# empty runs of 1, 2 and 4 workers. All processes shared two cores then, those of the nodes, too.
 #: Seconds of a run without variables on one machine: of the script and the server, and of each replica.
-CONTROL_HERE, CONTROL_HERE_REPLICA = 0.23e-3, 0.18e-3
+CONTROL_HERE, CONTROL_HERE_REPLICA = 0.38e-3, 0.14e-3
 #: The same with replicas on other machines. Each link adds what the processes at its ends take to pass messages on.
-CONTROL, CONTROL_LINK, CONTROL_REPLICA = 1.50e-3, 0.48e-3, 0.35e-3
+CONTROL, CONTROL_LINK, CONTROL_REPLICA = 1.89e-3, 0.54e-3, 0.78e-3
 #: Seconds of one hop between neighbours of a ring.
 HOP = 0.10e-3
 #: Seconds a byte of an Adam step of the server: of the variables, and of each gradient. Others write fewer slots.
@@ -100,18 +99,18 @@ def sealed_rate(bits: float) -> float:
 
 
 def control(replicas: int, links: int | None = None) -> float:
-    """Seconds of a step without bytes: 1.50 ms + 0.48 ms * M + 0.35 ms * N. The server hears every replica.
+    """Seconds of a step without bytes: 1.89 ms + 0.54 ms * M + 0.78 ms * N. The server hears every replica.
 
     ``links`` is M, the number of nodes that have a link and a copy of the variables; None: each replica has one.
 
     >>> f"{control(2):.6f} {control(64):.6f} {control(64, 8):.6f}"
-    '0.003160 0.054620 0.027740'
+    '0.004530 0.086370 0.056130'
     """
     return CONTROL + CONTROL_LINK * (replicas if links is None else links) + CONTROL_REPLICA * replicas
 
 
 def control_here(replicas: int) -> float:
-    """The same with all replicas on the machine of the server: 0.23 ms + 0.18 ms * N."""
+    """The same with all replicas on the machine of the server: 0.38 ms + 0.14 ms * N."""
     return CONTROL_HERE + CONTROL_HERE_REPLICA * replicas
 
 
