@@ -58,7 +58,7 @@ class Admission:
         self._router = router
         self._path = path
         self._batches: list[_Batch] = []
-        #: How many descriptors were free at the last :meth:`resume`. If more are free now, peers may have gone.
+        #: How many descriptors were free at the last :meth:`sweep`. If more are free now, peers may have gone.
         self._free = _UNKNOWN
         self._number = 0
         self._name, self._listener = self._listening()
@@ -68,18 +68,12 @@ class Admission:
         self._handed: int | None = None
 
     def resume(self) -> None:
-        """Wait for connections, also after there was no room for more. The caller polls, and calls :meth:`admit` when
-        :attr:`descriptor` is readable. Call this regularly: it also closes the listening sockets whose peers have all
-        gone.
-        """
-        if self._has_accepted():
-            before, self._free = self._free, open_files.free()
-            if self._free > before:
-                self._sweep()
+        """Wait for connections. The caller polls, and calls :meth:`admit` when :attr:`descriptor` is readable."""
         self._poller.register(self._listener.fileno(), select.POLLIN)
 
     def admit(self) -> None:
-        """Admit the waiting peers, if there is room. Otherwise no peer is admitted before the next :meth:`resume`."""
+        """Admit the waiting peers, if there is room. No other peer is admitted before the next :meth:`resume`."""
+        self._poller.unregister(self._listener.fileno())
         if not self._has_accepted():
             return
         self._free = _UNKNOWN
@@ -90,7 +84,6 @@ class Admission:
             except OSError as error:  # the volume is full
                 why = str(error)
         if why:
-            self._poller.unregister(self._listener.fileno())
             if not self.is_full:
                 _log.warning("%s: no connection is accepted: %s", self._path, why)
             self.is_full = True
@@ -105,6 +98,19 @@ class Admission:
         self._router.bind(f"ipc://{self._path}")
         self._batches.append(_Batch(self._name, self._router.getsockopt(zmq.LAST_ENDPOINT)))
         self._name = name
+        self._poller.used(self._router)
+
+    def sweep(self) -> None:
+        """Close the listening sockets whose peers have all gone. Call this regularly."""
+        if not self._has_accepted():
+            return
+        before, self._free = self._free, open_files.free()
+        if self._free <= before:
+            return
+        named = self._connected()
+        for batch in [batch for batch in self._batches if batch.name not in named]:
+            self._router.unbind(batch.endpoint)
+            self._batches.remove(batch)
         self._poller.used(self._router)
 
     def close(self) -> None:
@@ -133,14 +139,6 @@ class Admission:
         if free >= needed:
             return ""
         return f"only {free} of {open_files.limit()} descriptors are free, and {needed} are needed"
-
-    def _sweep(self) -> None:
-        """Close the listening sockets whose peers have all gone."""
-        named = self._connected()
-        for batch in [batch for batch in self._batches if batch.name not in named]:
-            self._router.unbind(batch.endpoint)
-            self._batches.remove(batch)
-        self._poller.used(self._router)
 
     def _connected(self) -> set[object]:
         """The names of the listening sockets at which this process's connections arrived; a connection keeps that name.

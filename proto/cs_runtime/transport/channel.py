@@ -40,9 +40,13 @@ _HANDSHAKE = 5000
 _RECONNECT = 10
 # So many messages of one peer of the ROUTER wait to be heard; a true one has a few under way.
 _UNHEARD = 100
-# The longest sleep, in seconds, of a process that has mailboxes or peers that wait for admission: a doorbell could be
-# missed.
+# The longest sleep, in seconds, of a process that has mailboxes: a doorbell could be missed.
 _LONGEST_SLEEP = 1.0
+# Seconds between two admissions of peers. Those that connect without end wait, so they leave the processors to others.
+# Peers that the supervisor has just introduced do not wait behind them. There is a longer pause if descriptors lack.
+_ADMISSION_PAUSE, _FULL_PAUSE = 20e-3, 1.0
+# Seconds between two looks for connections that have ended.
+_SWEEP_EVERY = 1.0
 # Guests are strangers, observers, and whoever sends what is no record. When they have taken so many seconds of this
 # thread, the ROUTER is not heard for so many seconds: what they send without end stays in their own memory, and the
 # processors are left to those that compute.
@@ -143,8 +147,8 @@ class Channel:
         self._taken, self._rests_until = 0.0, math.inf
         # When the last message of the ROUTER was fetched, and whether its owner carries it out for an observer.
         self._fetched_at, self._is_guests = 0.0, False
-        # The time of the next admission of peers; infinite before :meth:`admit`.
-        self._next_admission = math.inf
+        # When peers may be admitted again (infinite while they may be, and before :meth:`admit`); when to sweep.
+        self._next_admission, self._next_sweep = math.inf, math.inf
 
     # --- connections ----------------------------------------------------------------------------------------------
 
@@ -163,7 +167,7 @@ class Channel:
         """From now on, accept peers that connect."""
         assert self._router is not None
         self._poller.register_socket(self._router)
-        self._next_admission = 0.0
+        self._next_admission = self._next_sweep = 0.0
 
     def connect(self, peer: bytes, endpoint: str, limits: Limits = BULK_LIMITS) -> None:
         """Connect to ``endpoint``, a peer that is called ``peer`` here. Its messages must keep to ``limits``. The
@@ -310,12 +314,11 @@ class Channel:
 
     def _poll(self, timeout: float, now: float) -> set[int | zmq.Socket[bytes]]:
         """Wait at most ``timeout`` seconds from ``now`` on for anything to read. Note what is ready, and return it."""
-        if now >= self._next_admission:
-            self._next_admission = now + _LONGEST_SLEEP
-            assert self._admission is not None
-            self._admission.resume()
-        if timeout > _LONGEST_SLEEP and (self.mailboxes or (self._admission is not None and self._admission.is_full)):
-            timeout = _LONGEST_SLEEP
+        if self._admission is not None:
+            self._tend(self._admission, now)
+            timeout = min(timeout, self._next_admission - now)
+        if self.mailboxes:
+            timeout = min(timeout, _LONGEST_SLEEP)
         if now < self._rests_until:
             timeout = min(timeout, self._rests_until - now)
         else:
@@ -329,8 +332,6 @@ class Channel:
             with self._while_asleep():
                 ready = self._poller.poll(limit)
         self.mailboxes.awake(ready)
-        if self._admission is not None and self._admission.descriptor in ready:
-            self._admission.admit()
         self._ready.clear()
         for each in ready:
             if not isinstance(each, int):
@@ -340,7 +341,21 @@ class Channel:
             self._before_supervisor = _BATCH if self._messages_first else 0
         self._looked_at = time.monotonic()
         self._next_look = self._looked_at + self._look_every
+        if self._admission is not None and self._admission.descriptor in ready:
+            self._admission.admit()
+            self._next_admission = self._looked_at + (_FULL_PAUSE if self._admission.is_full else _ADMISSION_PAUSE)
         return ready
+
+    def _tend(self, admission: Admission, now: float) -> None:
+        """Close what connections have left, and end the pause between two admissions if it is time."""
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_EVERY
+            admission.sweep()
+        is_pausing = self._next_admission < math.inf
+        is_expected = now < self._supervisor.expects_until and not admission.is_full
+        if now >= self._next_admission or (is_pausing and is_expected):
+            self._next_admission = math.inf
+            admission.resume()
 
     def _at_hand(self) -> Received | None:
         """The next record from whatever the last poll found ready."""

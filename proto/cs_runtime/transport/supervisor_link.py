@@ -75,6 +75,8 @@ NAME_VARIABLE = "CS_NAME"
 _ANSWER_TIMEOUT = 30.0
 # Seconds between two checks for the next supervisor.
 _LOOK_EVERY = 0.1
+# A process connects at once when it is introduced, unless it is stopped.
+_CONNECTS_WITHIN = 5.0
 _GONE = "the supervisor is gone, and the service with it"
 # The most descriptors of one packet: a mailbox has a memory and two doorbells.
 _DESCRIPTORS = 3
@@ -162,6 +164,8 @@ class SupervisorLink:
         #: The processes that may send messages to this one, by what they are (:func:`peer_of`).
         self.peers: dict[bytes, Introduce] = {}
         self._peers_by_name: dict[bytes, bytes] = {}
+        #: Until when (``time.monotonic``) a worker or script that was introduced last is expected to connect.
+        self.expects_until = 0.0
         self._gone: list[bytes] = []
         self._run_directory = checked(run_directory) if run_directory else ""
         self._run = RunFile.read(run_directory) if run_directory else None
@@ -433,6 +437,8 @@ class SupervisorLink:
                 self._gone = [each for each in self._gone if each != peer]  # it has come back
                 self._forget(peer)
                 self.peers[peer], self._peers_by_name[record.name] = record, peer
+                if record.role != "observer":
+                    self.expects_until = time.monotonic() + _CONNECTS_WITHIN
             return True
         if isinstance(record, ClientGone):
             self._gone += [peer for peer, who in self.peers.items() if who.client == record.client]

@@ -27,9 +27,11 @@ LIMIT = 256
 
 
 def admit(admission: Admission, ready: set[int | zmq.Socket[bytes]]) -> None:
-    """What the owner does after a poll that found these ``ready``."""
+    """What the owner does after a poll that found these ``ready``; it pauses only where there is no room."""
     if admission.descriptor in ready:
         admission.admit()
+        if not admission.is_full:
+            admission.resume()
 
 
 class Entry:
@@ -129,6 +131,7 @@ def test_no_peer_is_admitted_without_a_free_descriptor(entry: Entry, caplog: pyt
     entry.silent(100)  # fills the queue
     for _ in range(10):
         entry.turn()
+        entry.admission.sweep()
         entry.admission.resume()
     assert 32 <= open_files.free() < 100
     inside.send(b"still")
@@ -143,6 +146,7 @@ def test_no_peer_is_admitted_without_a_free_descriptor(entry: Entry, caplog: pyt
     heard: list[list[bytes]] = []
 
     def is_heard() -> bool:
+        entry.admission.sweep()
         entry.admission.resume()
         heard.extend(entry.turn())
         return bool(heard)
@@ -159,11 +163,11 @@ def test_a_listening_socket_is_closed_when_its_peers_have_gone(entry: Entry) -> 
         peer.send(b"hello")
         entry.hear(1)
         peer.close(linger=0)
-        entry.admission.resume()
+        entry.admission.sweep()
 
     def are_closed() -> bool:
         entry.turn()
-        entry.admission.resume()
+        entry.admission.sweep()
         return entry.sockets() == sockets and open_files.free() == before
 
     stays = entry.dealer(b"stays")
@@ -183,7 +187,7 @@ def test_a_peer_that_stays_is_not_cut_off_when_others_of_its_batch_go(entry: Ent
     goes.close(linger=0)
     for number in range(30):
         entry.turn()
-        entry.admission.resume()
+        entry.admission.sweep()
         stays.send(b"%d" % number)
         assert entry.hear(1) == [[b"stays", b"%d" % number]]
         entry.router.send_multipart([b"stays", b"yes"])
@@ -200,7 +204,7 @@ def test_messages_of_a_peer_that_has_left_are_heard(entry: Entry) -> None:
     peer.close(linger=10_000)
 
     def is_closed() -> bool:
-        entry.admission.resume()
+        entry.admission.sweep()
         return entry.sockets() == sockets
 
     entry.until(is_closed)
@@ -259,8 +263,8 @@ context.destroy(linger=0)
             entry.hear(1)
             before = open_files.free()
             near.close(linger=0)
-            entry.until(lambda before=before: entry.turn() or entry.admission.resume() or open_files.free() > before)
-            entry.admission.resume()
+            entry.until(lambda before=before: entry.turn() or entry.admission.sweep() or open_files.free() > before)
+            entry.admission.sweep()
         entry.router.send_multipart([b"far", b"still there"])
         out, _ = far.communicate(timeout=unit(10))
         assert out == "still there\n"

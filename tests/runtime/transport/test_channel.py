@@ -25,6 +25,7 @@ from cs_proto.records import Buffer, Record, replace
 from cs_runtime.transport import channel
 from cs_runtime.transport.channel import SERVER, SUPERVISOR, Channel, Received
 from cs_runtime.transport.mailboxes import Mailboxes
+from cs_runtime.transport.readiness import is_readable
 from cs_runtime.transport.rings import NBYTES, Mark
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
@@ -213,6 +214,26 @@ def test_what_is_done_for_observers_takes_a_bounded_part_of_the_time(
     assert len(sends.came) == 3
     clock.now += 1.1 * channel._REST
     assert world.hear()[:2] == (b"o2", record(9))
+
+
+def test_connections_without_end_are_admitted_with_pauses(make: Make, clock: Clock) -> None:
+    world = make()
+    world.let_in(b"o1")
+    assert world.channel._admission is not None
+    waiting = world.channel._admission.descriptor
+    world.peer(b"o2").send_multipart(parts(1))
+    assert is_readable(waiting, unit(20))
+    for seconds in (0.0, 0.9 * channel._ADMISSION_PAUSE):
+        clock.now += seconds
+        assert world.channel.receive(0.0) is None
+        assert is_readable(waiting, 0)
+    clock.now += 0.2 * channel._ADMISSION_PAUSE
+    assert world.hear()[:2] == (b"o2", record(1))
+
+
+def test_a_worker_that_the_supervisor_has_just_introduced_is_admitted_without_a_pause(make: Make, clock: Clock) -> None:
+    world = make()
+    world.let_in(b"o1"), world.let_in(b"w0.1"), world.let_in(b"w1.1")  # the clock stands still
 
 
 def test_the_messages_of_a_training_are_not_counted(make: Make, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:

@@ -25,8 +25,11 @@ _complaints = Complaints(_log)
 
 # At the end, peers get this many seconds to read their last records.
 _FAREWELL = 0.5
-# Seconds between two tries to accept a connection.
+# Seconds until the next try where a connection could not be accepted.
 _ACCEPT_AGAIN = 1.0
+# After so many connections, none is accepted for so many seconds: those that come without end leave the processors to
+# others.
+_AT_ONCE, _REST = 16, 20e-3
 # A process that connects must introduce itself within this many seconds, or its connection is closed.
 _INTRODUCTION = 5.0
 # So many processes may be connected without having introduced themselves. If there are more, the first of them goes: an
@@ -58,6 +61,7 @@ class Reception:
         self._is_waiting = is_waiting
         self._note = note
         self._again: Timer | None = None
+        self._accepted = 0
         self._path = ""
         self._inode = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,13 +137,17 @@ class Reception:
     def _accept(self) -> None:
         free, limit = open_files.free(), open_files.limit()
         if free < limit // _FREE_SHARE:
-            self._accept_later(f"only {free} of {limit} descriptors are free, and {limit // _FREE_SHARE} are needed")
+            needed = limit // _FREE_SHARE
+            self._fail_to_accept(f"only {free} of {limit} descriptors are free, and {needed} are needed")
             return
         try:
             link, _ = self._listener.accept()
         except OSError as error:  # too many open files in the whole system, or no memory
-            self._accept_later(str(error.strerror))
+            self._fail_to_accept(str(error.strerror))
             return
+        self._accepted += 1
+        if self._accepted % _AT_ONCE == 0:
+            self._accept_after(_REST)
         self._make_room()
         peer = self.connect(link)
         if peer.uid != os.geteuid():
@@ -153,12 +161,15 @@ class Reception:
         if len(strangers) >= _STRANGERS:
             self.refuse(strangers[0], f"process {strangers[0].pid} did not say who it is, and others want to")
 
-    def _accept_later(self, why: str) -> None:
-        """Leave new connections in the queue for a while."""
+    def _fail_to_accept(self, why: str) -> None:
         _log.warning("no connection is accepted for the moment: %s", why)
+        self._accept_after(_ACCEPT_AGAIN)
+
+    def _accept_after(self, seconds: float) -> None:
+        """Leave new connections in the queue for so long."""
         listener = self._listener.fileno()
         self._loop.on_readable(listener, None)
-        self._again = self._loop.call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
+        self._again = self._loop.call_later(seconds, partial(self._loop.on_readable, listener, self._accept))
 
     def _expect_introduction(self, peer: Peer) -> None:
         if peer.introduction is None and not self._is_waiting(peer) and not peer.closed:

@@ -251,6 +251,32 @@ def test_the_first_stranger_makes_room_for_another(world: World, monkeypatch: py
     assert not world.service._reception.peers[0].closed
 
 
+def test_connections_without_end_are_accepted_with_pauses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "_REST", 3600.0)
+    world.start()
+    entry = world.service._reception
+    with ExitStack() as ends:
+        begun = entry._accepted
+        for number in range(1, reception._AT_ONCE - begun % reception._AT_ONCE + 1):
+            _stranger(world, ends)
+            world.until(lambda number=number: entry._accepted == begun + number)
+        accepted = entry._accepted
+        _stranger(world, ends)
+        for _ in range(3):
+            world.loop.turn(0)
+        assert entry._accepted == accepted
+        again = entry._again
+        assert again is not None
+        assert again.call is not None
+        again.call()  # the pause is over
+        world.until(lambda: entry._accepted == accepted + 1)
+
+
+def _stranger(world: World, ends: ExitStack) -> None:
+    link = ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    link.connect(os.path.join(world.directory.path, "supervisor"))
+
+
 def test_a_peer_that_never_reads_is_cut_off(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_QUEUE_RECORDS", 50)
     world.start()
