@@ -231,6 +231,7 @@ def test_connections_without_end_are_admitted_with_pauses(make: Make, clock: Clo
     assert world.hear()[:2] == (b"o2", record(1))
 
 
+@pytest.mark.timeout(unit(30))
 def test_a_worker_that_the_supervisor_has_just_introduced_is_admitted_without_a_pause(make: Make, clock: Clock) -> None:
     world = make()
     world.let_in(b"o1"), world.let_in(b"w0.1"), world.let_in(b"w1.1")  # the clock stands still
