@@ -18,6 +18,8 @@ __all__ = ["Bad", "are_fine_on_device", "first_bad", "is_fine", "limit_of"]
 
 # Elements that are looked at in one go: what NumPy makes of them stays in the cache.
 _PIECE = 1 << 16
+# All bits of a half but the sign.
+_MAGNITUDE = np.uint16(0x7FFF)
 
 
 class Bad(NamedTuple):
@@ -55,11 +57,21 @@ def is_fine(values: np.ndarray, limit: float) -> bool:
         return True
     flat = _parts(values)
     if flat.dtype == np.float16:
-        pieces = (flat[first : first + _PIECE] for first in range(0, flat.size, _PIECE))
-        return all(bool(np.abs(piece).max() <= limit) for piece in pieces)  # of NaN the largest is NaN
+        # Without their signs, the bits of halves are integers in the same order, and those of NaN come after infinity:
+        # NumPy compares integers many times as fast.
+        bits, largest = flat.view(np.uint16), _bits_of_half(limit)
+        pieces = (bits[first : first + _PIECE] for first in range(0, flat.size, _PIECE))
+        return all(int((piece & _MAGNITUDE).max()) <= largest for piece in pieces)
     # The rounded sum of squares is not smaller than any of them, and NaN stays: nothing reads memory faster.
     square = float(np.dot(flat, flat))
     return square <= limit * limit and square < math.inf
+
+
+@functools.lru_cache
+def _bits_of_half(limit: float) -> int:
+    """The bits of the largest half that is not over ``limit``."""
+    half = np.float16(min(limit, float(np.finfo(np.float16).max)))
+    return int((half if float(half) <= limit else np.nextafter(half, np.float16(0))).view(np.uint16))
 
 
 def first_bad(values: np.ndarray, limit: float) -> Bad | None:

@@ -73,6 +73,19 @@ def test_what_may_overflow_in_the_sum_is_bad(dtype: str) -> None:
     assert bad_in(np.full(9, largest, dtype), replicas=1) is None
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3, 65504])
+def test_each_half_is_seen_at_the_first_glance_as_what_it_is(replicas: int) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    limit = limit_of(halves.dtype, replicas)
+    are_fine = np.abs(halves.astype(np.float64)) <= limit
+    assert is_fine(halves[are_fine], limit)
+    bad = halves[~are_fine]
+    smallest = bad[np.abs(bad) == np.nanmin(np.abs(bad))]
+    assert len(smallest) == 2  # one of either sign
+    for half in (*smallest, *bad[::97], *bad[-2:]):
+        assert not is_fine(np.array([0, half], np.float16), limit)
+
+
 def test_halves_are_weighed_in_single_precision() -> None:
     assert limit_of(np.dtype(np.float16), 2, weight=1e-10) == 65504  # in half precision that would be 0
 
