@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cs_proto.arithmetic.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
+from cs_proto.arithmetic.finite import Bad, are_fine_on_device, copied_fine, first_bad, is_fine, limit_of
 
 REAL = ("float16", "float32", "float64")
+PIECE_NBYTES = 1 << 18
 ALL = (*REAL, "complex64", "complex128")
 
 
@@ -41,6 +42,41 @@ def test_good_numbers_are_seen_at_the_first_glance(dtype: str) -> None:
     for values in (np.ones(100_000, dtype), np.zeros((0, 3), dtype), np.full((), -2, dtype)):
         assert is_fine(values, limit_of(values.dtype, 2))
         assert bad_in(values) is None
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_number_is_seen_while_it_is_copied_wherever_it_lies(dtype: str, bad: float) -> None:
+    count = 2 * PIECE_NBYTES // np.dtype(dtype).itemsize + 5
+    for place in (0, 1, (count - 5) // 2 - 1, (count - 5) // 2, count - 6, count - 5, count - 1):
+        values, target = np.ones(count, dtype), np.zeros(count, dtype)
+        values[place] = bad
+        assert not copied_fine(target, values, limit_of(values.dtype, 2))
+        assert np.array_equal(target, values, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_good_numbers_are_seen_while_they_are_copied(dtype: str) -> None:
+    limit = limit_of(np.dtype(dtype), 2)
+    for values in (np.full((3, 50_000), -2, dtype), np.zeros((0, 3), dtype), np.full((), 2, dtype)):
+        target = np.ones_like(values)
+        assert copied_fine(target, values, limit)
+        assert np.array_equal(target, values)
+
+
+@pytest.mark.parametrize("bad", [1.0, math.nan])
+def test_arrays_that_lie_otherwise_and_large_ones_are_seen_when_they_are_copied(bad: float) -> None:
+    for values in (np.ones((600, 700), np.float32).T, np.ones((900, 700), np.float32)[::2, ::2], np.ones(9 << 20)):
+        values[-1] = bad
+        target = np.zeros(values.shape, values.dtype)
+        assert copied_fine(target, values, limit_of(values.dtype, 2)) == (bad == 1)
+        assert np.array_equal(target, values, equal_nan=True)
+
+
+def test_what_is_left_out_is_only_copied() -> None:
+    target, values = np.zeros(9, np.float32), np.full(9, math.nan, np.float32)
+    assert copied_fine(target, values, math.inf)
+    assert np.isnan(target).all()
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
