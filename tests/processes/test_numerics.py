@@ -251,6 +251,22 @@ def test_gradients_that_are_looked_at_while_they_are_copied(either: cs.CentralSt
         assert np.array_equal(variable, np.full(variable.shape, -1))
 
 
+def test_each_update_of_a_run_is_looked_at(raising: cs.CentralStorageStrategy) -> None:
+    with raising.scope():
+        large, sgd = cs.Variable(np.ones(200_000, F32), name="large"), cs.optimizers.SGD(0.5)
+
+    @cs.function
+    def step(last: float) -> None:
+        for value in (1, last):
+            sgd.apply_gradients([(np.full(200_000, value, F32), large)])
+
+    with pytest.raises(NumericsError, match=r"has nan at \[0\]"):
+        raising.run(step, args=(NAN,))
+    assert np.array_equal(large, np.ones(200_000))
+    raising.run(step, args=(0.5,))
+    assert np.array_equal(large, np.full(200_000, -0.5))
+
+
 @pytest.mark.parametrize("how", ["zmq", "threads", "processes"])
 def test_warnings_are_printed_once_for_a_variable_and_then_counted(
     how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
