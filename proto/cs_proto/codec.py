@@ -16,7 +16,7 @@ import msgpack
 from .descriptors import Array
 from .errors import LocalProtocolError, PeerProtocolError
 from .frozen import fields_of, frozen
-from .messages import ApplyPoint, Return, Run, Value  # the module fills the table of records
+from .messages import ApplyPoint, Got, Return, Run, Value  # the module fills the table of records
 from .records import Buffer, Frame, Frames, Record, altered, from_wire, shown
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "WORK_LIMITS",
     "Decoder",
     "Limits",
+    "answered",
     "decode",
     "encode",
     "encode_values",
@@ -193,6 +194,20 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     if held.taken != len(frames):
         raise PeerProtocolError(f"the message has {len(frames)} frames, but its header names {held.taken}")
     return record
+
+
+# These hold the beginning of a header: how many fields there are, the code, and a number.
+_BEGINNING_NBYTES = 32
+
+
+def answered(header: memoryview) -> int | None:
+    """The number of the Get that a Got with this header answers; None for the header of another record. The variables
+    in it are not decoded. For headers that a server has made."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(header[:_BEGINNING_NBYTES])
+    unpacker.read_array_header()
+    number: int | None = unpacker.unpack() if unpacker.unpack() == Got.code else None
+    return number
 
 
 # The beginning of a message of a client's run, up to the number of the run. The second table gives, for the first byte

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 __all__ = ["proxied"]
@@ -13,21 +13,20 @@ __all__ = ["proxied"]
 @contextmanager
 def proxied(
     address: str, source: str = "127.0.0.1", carried: dict[str, int] | None = None
-) -> Iterator[tuple[str, Callable[[], None], Callable[[bool], None]]]:
+) -> Iterator[tuple[str, Callable[[], None], Callable[..., None]]]:
     """An address whose connections lead to ``address``, where they come from ``source``; what cuts them; and what holds
-    all bytes back while true. ``carried`` gets the bytes that have passed, ``up`` to ``address`` and ``down`` from
-    it."""
+    all bytes back while true, or those of the ways that are its second argument. ``carried`` gets the bytes that have
+    passed, ``up`` to ``address`` and ``down`` from it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
     links: list[socket.socket] = []
     threads: list[threading.Thread] = []
-    flows = threading.Event()
-    flows.set()
+    flows = {"up": threading.Event(), "down": threading.Event()}
 
     def pump(source: socket.socket, sink: socket.socket, way: str) -> None:
         with suppress(OSError):
             while piece := source.recv(65536):
-                flows.wait()
+                flows[way].wait()
                 sink.sendall(piece)
                 if carried is not None:  # one thread for each way of the only connection
                     carried[way] = carried.get(way, 0) + len(piece)
@@ -54,19 +53,23 @@ def proxied(
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
+    def hold(holds: bool, ways: Sequence[str] = ("up", "down")) -> None:
+        for way in ways:
+            if holds:
+                flows[way].clear()
+            else:
+                flows[way].set()
+
+    hold(False)
     acceptor = threading.Thread(target=accept)
     acceptor.start()
     try:
-        yield (
-            f"tcp://127.0.0.1:{listener.getsockname()[1]}",
-            cut,
-            lambda holds: flows.clear() if holds else flows.set(),
-        )
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", cut, hold
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         acceptor.join()
-        flows.set()
+        hold(False)
         cut()
         for thread in threads:
             thread.join()

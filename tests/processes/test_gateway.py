@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,18 @@ from tests.processes.test_ctl import Training, ctl
 from zmq.utils.monitor import recv_monitor_message
 
 import central_storage as cs
+from central_storage.cluster.link import Outcome
 from central_storage.ctl import services
 from central_storage.gateway.relay import Relay
 from central_storage.launch import cli
+from central_storage.observer import blocking
 from cs_proto import messages
-from cs_proto.codec import decode, encode
+from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.records import RECORDS, Record
 from cs_runtime.transport.curve import ObserverKeys, ServiceKeys, make_keys, protect_client
 
 MIB = 1 << 20
+LARGE = 1 << 20  # elements: more than the connections hold
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 REFUSED = FAILED | zmq.EVENT_DISCONNECTED
 
@@ -80,9 +83,12 @@ class Service:
     def __init__(self, strategy: cs.CentralStorageStrategy, keys: str) -> None:
         self.strategy = strategy
         self.heard: list[Record] = []
+        #: A door that each Get opens, and the numbers of the questions whose values are sent.
+        self.asked = threading.Semaphore(0)
+        self.sent: list[int] = []
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        self._relay = _Noting(strategy.address, ServiceKeys.read(keys), listener, self.heard)
+        self._relay = _Noting(self, ServiceKeys.read(keys), listener)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._turn)
         self._thread.start()
@@ -98,13 +104,21 @@ class Service:
 
 
 class _Noting(Relay):
-    def __init__(self, run_directory: str, keys: ServiceKeys, listener: socket.socket, heard: list[Record]) -> None:
-        super().__init__(run_directory, keys, listener)
-        self._heard = heard
+    def __init__(self, service: Service, keys: ServiceKeys, listener: socket.socket) -> None:
+        super().__init__(service.strategy.address, keys, listener)
+        self._service = service
 
     def _forward(self, identity: bytes, record: Record) -> None:
-        self._heard.append(record)
+        self._service.heard.append(record)
         super()._forward(identity, record)
+        if isinstance(record, messages.Get):
+            self._service.asked.release()
+
+    def _deliver(self, identity: bytes, parts: Sequence[Any]) -> Outcome:
+        record = decode([bytes(getattr(part, "buffer", part)) for part in parts], BULK_LIMITS)
+        if isinstance(record, messages.Got) and record.arrays:
+            self._service.sent.append(record.request)
+        return super()._deliver(identity, parts)
 
 
 @pytest.fixture
@@ -119,8 +133,10 @@ def own_two() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():
             w = cs.Variable(np.arange(4.0), name="w")
+            large = cs.Variable(np.zeros(LARGE), name="large")
         yield connected(strategy)
         assert w.numpy().tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert not large.numpy().any()
 
 
 @contextmanager
@@ -306,6 +322,41 @@ def test_a_connection_that_is_cut_or_held_up(service: Service, keys: str) -> Non
         released.start()
         assert observer.get("w").tolist() == [0.0, 1.0, 2.0, 3.0]
         released.join()
+
+
+@pytest.mark.parametrize(("name", "times"), [("w", 4), ("large", 14)])
+def test_an_answer_that_is_on_its_way_is_not_sent_again(
+    service: Service, keys: str, monkeypatch: pytest.MonkeyPatch, name: str, times: int
+) -> None:
+    """However often the observer asks: for a large value often enough that the server would answer again."""
+    with proxied(service.address) as (address, _, hold), cs.connect(address, unit(60), keys=keys) as observer:
+        monkeypatch.setattr(blocking, "_ASK_AGAIN", (0.01, 0.01))
+        hold(True, ["down"])
+        found: list[np.ndarray] = []
+        asking = threading.Thread(target=lambda: found.append(observer.get(name)))
+        asking.start()
+        for _ in range(times):
+            assert service.asked.acquire(timeout=unit(30))
+        hold(False)
+        asking.join()
+        (question,) = {each.request for each in service.heard if isinstance(each, messages.Get)}
+        assert observer.get("w").tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert found[0].shape == observer.get(name).shape
+        assert service.sent == [question, question + 1, question + 2]
+
+
+def test_an_answer_is_sent_again_over_another_connection_only(service: Service, keys: str) -> None:
+    question = messages.Get(1, (), ("w",), True)
+    protect = ObserverKeys.read(keys)
+    for _ in range(2):
+        with peer(service.address, lambda made: protect_client(made, protect)) as (made, _):
+            made.send_multipart(encode(question))
+            while not isinstance(decode(made.recv_multipart()), messages.Got):
+                pass  # the relay has said hello itself
+            for asked in (question, question, messages.Statistics(2)):
+                made.send_multipart(encode(asked))
+            assert isinstance(decode(made.recv_multipart()), messages.Counters)
+    assert service.sent == [1, 1]
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,54 @@ def test_variables_of_other_dtypes_are_looked_at(raising: cs.CentralStorageStrat
     assert np.array_equal(w, np.zeros((2, 3)))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+def test_gradients_that_are_looked_at_while_they_are_copied(either: cs.CentralStorageStrategy, dtype: str) -> None:
+    """A large one beside a small one, which is looked at later, and one that lies in its place."""
+    count = 200_000
+    with either.scope():
+        large, small, placed = (cs.Variable(np.ones(each, dtype), name="g") for each in (count, 3, 50))
+        sgd = cs.optimizers.SGD(0.5)
+
+    @cs.function
+    def step(bad: tuple[tuple[int, int], ...], value: float) -> None:
+        [in_place] = cs.gradient_buffers([placed])
+        in_place[...] = 1
+        gradients = [np.ones(count, dtype), np.ones(3, dtype), in_place]
+        if replica() == 1:
+            for which, index in bad:
+                gradients[which][index] = value
+        sgd.apply_gradients(list(zip(gradients, (large, small, placed), strict=True)))
+
+    names = [re.escape(repr(each.name)) for each in (large, small, placed)]
+    either.run(step, args=((), 0))
+    edge = (1 << 18) // np.dtype(dtype).itemsize
+    cases: list[tuple[tuple[int, int], ...]] = [((0, each),) for each in (0, edge - 1, edge, count - 1)]
+    cases += [((1, 2),), ((2, 7),), ((0, count - 1), (1, 0)), ((1, 2), (2, 7)), ((0, 5), (0, edge + 5), (2, 0))]
+    for bad in cases:
+        which, index = bad[0]
+        with pytest.raises(NumericsError, match=rf"gradient of {names[which]} has .*inf.* at \[{index}\].* replica 1"):
+            either.run(step, args=(bad, INF))
+    either.run(step, args=((), 0))
+    for variable in (large, small, placed):
+        assert np.array_equal(variable, np.full(variable.shape, -1))
+
+
+def test_each_update_of_a_run_is_looked_at(raising: cs.CentralStorageStrategy) -> None:
+    with raising.scope():
+        large, sgd = cs.Variable(np.ones(200_000, F32), name="large"), cs.optimizers.SGD(0.5)
+
+    @cs.function
+    def step(last: float) -> None:
+        for value in (1, last):
+            sgd.apply_gradients([(np.full(200_000, value, F32), large)])
+
+    with pytest.raises(NumericsError, match=r"has nan at \[0\]"):
+        raising.run(step, args=(NAN,))
+    assert np.array_equal(large, np.ones(200_000))
+    raising.run(step, args=(0.5,))
+    assert np.array_equal(large, np.full(200_000, -0.5))
+
+
 @pytest.mark.parametrize("how", ["zmq", "threads", "processes"])
 def test_warnings_are_printed_once_for_a_variable_and_then_counted(
     how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

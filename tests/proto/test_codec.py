@@ -15,7 +15,7 @@ from tests.harness.examples import examples
 from tests.harness.record_strategies import any_record
 
 from cs_proto.arrays import Array, array_of, bytes_array
-from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, decode, encode, encode_values
+from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, answered, decode, encode, encode_values
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import (
     PROTOCOL,
@@ -25,6 +25,7 @@ from cs_proto.messages import (
     Configure,
     Get,
     Goodbye,
+    Got,
     Introduce,
     Output,
     ReducePoint,
@@ -353,3 +354,15 @@ def test_the_wire_form_is_what_the_protocol_says() -> None:
     assert msgpack.unpackb(encode(Introduce(PROTOCOL, "worker", 1, 2, 3))[0]) == [110, 1, "worker", 1, 2, 3, "", b""]
     assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1], 0]
     assert msgpack.unpackb(encode(Output("stdout", "é"))[0]) == [118, "stdout", "é"]
+
+
+@FUZZ
+@given(any_record())
+def test_the_number_of_an_answered_get_is_read_from_the_beginning_of_its_answer(record: Record) -> None:
+    header = memoryview(bytes(encode(record, BULK_LIMITS)[0]))
+    assert answered(header) == (record.request if isinstance(record, Got) else None)
+
+
+@pytest.mark.parametrize("number", [0, 127, 128, 65535, 65536, 2**32, 2**62 - 1])
+def test_the_number_of_an_answered_get_may_be_large(number: int) -> None:
+    assert answered(memoryview(bytes(encode(Got(number, 2**62 - 1, (), ()))[0]))) == number

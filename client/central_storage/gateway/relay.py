@@ -2,7 +2,9 @@
 
 ZeroMQ admits only peers whose key is known. Each of them gets a connection to the server as an observer of this
 machine. What a peer sends is decoded, and only questions that read are forwarded, so no peer can change anything. The
-relay holds at most a few answers for each peer, and drops what a peer does not take: observers ask again.
+relay holds at most a few answers for each peer, and drops what a peer does not take: observers ask again. An answer
+that was sent arrives, or its connection ends. So a Get that comes again over the same connection is not answered again:
+the answer may take longer than the observer waits before it repeats the question.
 
 What comes from a key of a worker is not forwarded, but handed to :attr:`Relay.links`. The key alone decides that, so an
 observer cannot speak for a worker.
@@ -23,7 +25,7 @@ import zmq
 from central_storage.cluster.link import Links, Outcome
 from central_storage.observer.blocking import Session
 from cs_proto import messages
-from cs_proto.codec import LIMITS, decode, encode
+from cs_proto.codec import LIMITS, answered, decode, encode
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.records import Buffer, Record, replace
@@ -62,6 +64,8 @@ class _Peer:
         self.session = Session(run_directory, _TIMEOUT, maps=False)
         self.socket: zmq.Socket[bytes] = self.session.open(context, is_shared=True)
         self.used = time.monotonic()
+        #: The number of the last Get whose answer was sent.
+        self.answered: int | None = None
 
 
 class Relay:
@@ -186,6 +190,8 @@ class Relay:
         if peer is None:
             peer = self._add(identity)
         peer.used = time.monotonic()
+        if isinstance(record, messages.Get) and record.request == peer.answered:
+            return
         hello = peer.session.hello().request
         assert isinstance(hello, messages.Hello)
         if isinstance(record, messages.Hello):
@@ -209,15 +215,20 @@ class Relay:
 
     def _answer(self, peer: _Peer) -> None:
         """Forward one answer of the server. A peer that has gone gets no more."""
-        if not self._send(peer.identity, peer.socket.recv_multipart(copy=False)):
+        parts = peer.socket.recv_multipart(copy=False)
+        number = answered(parts[0].buffer)
+        outcome = self._send(peer.identity, parts)
+        if outcome == "gone":
             self._drop(peer)
+        elif outcome == "sent" and number is not None:
+            peer.answered = number
 
-    def _send(self, identity: bytes, parts: Sequence[Any]) -> bool:
-        """Send a message, or drop it if the peer has not taken earlier ones. False if the peer has gone."""
+    def _send(self, identity: bytes, parts: Sequence[Any]) -> Outcome:
+        """Send a message, or drop it if the peer has not taken earlier ones."""
         outcome = self._deliver(identity, parts)
         if outcome == "full":
             _log.debug("%r has not taken earlier answers", identity)
-        return outcome != "gone"
+        return outcome
 
     def _deliver(self, identity: bytes, parts: Sequence[Any]) -> Outcome:
         """Send a message unless its peer has gone, or has not taken earlier ones."""

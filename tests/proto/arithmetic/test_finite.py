@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cs_proto.arithmetic.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
+from cs_proto.arithmetic.finite import Bad, are_fine_on_device, copied_fine, first_bad, is_fine, limit_of
 
 REAL = ("float16", "float32", "float64")
+PIECE_NBYTES = 1 << 18
 ALL = (*REAL, "complex64", "complex128")
 
 
@@ -43,6 +44,41 @@ def test_good_numbers_are_seen_at_the_first_glance(dtype: str) -> None:
         assert bad_in(values) is None
 
 
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_number_is_seen_while_it_is_copied_wherever_it_lies(dtype: str, bad: float) -> None:
+    count = 2 * PIECE_NBYTES // np.dtype(dtype).itemsize + 5
+    for place in (0, 1, (count - 5) // 2 - 1, (count - 5) // 2, count - 6, count - 5, count - 1):
+        values, target = np.ones(count, dtype), np.zeros(count, dtype)
+        values[place] = bad
+        assert not copied_fine(target, values, limit_of(values.dtype, 2))
+        assert np.array_equal(target, values, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_good_numbers_are_seen_while_they_are_copied(dtype: str) -> None:
+    limit = limit_of(np.dtype(dtype), 2)
+    for values in (np.full((3, 50_000), -2, dtype), np.zeros((0, 3), dtype), np.full((), 2, dtype)):
+        target = np.ones_like(values)
+        assert copied_fine(target, values, limit)
+        assert np.array_equal(target, values)
+
+
+@pytest.mark.parametrize("bad", [1.0, math.nan])
+def test_arrays_that_lie_otherwise_and_large_ones_are_seen_when_they_are_copied(bad: float) -> None:
+    for values in (np.ones((600, 700), np.float32).T, np.ones((900, 700), np.float32)[::2, ::2], np.ones(9 << 20)):
+        values[-1] = bad
+        target = np.zeros(values.shape, values.dtype)
+        assert copied_fine(target, values, limit_of(values.dtype, 2)) == (bad == 1)
+        assert np.array_equal(target, values, equal_nan=True)
+
+
+def test_what_is_left_out_is_only_copied() -> None:
+    target, values = np.zeros(9, np.float32), np.full(9, math.nan, np.float32)
+    assert copied_fine(target, values, math.inf)
+    assert np.isnan(target).all()
+
+
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 @pytest.mark.parametrize("value", [complex(1, math.nan), complex(math.inf, 0), complex(0, -math.inf)])
 def test_both_parts_of_a_complex_number_count(dtype: str, value: complex) -> None:
@@ -71,6 +107,19 @@ def test_what_may_overflow_in_the_sum_is_bad(dtype: str) -> None:
     assert found is not None
     assert found.place == (4,)
     assert bad_in(np.full(9, largest, dtype), replicas=1) is None
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 65504])
+def test_each_half_is_seen_at_the_first_glance_as_what_it_is(replicas: int) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    limit = limit_of(halves.dtype, replicas)
+    are_fine = np.abs(halves.astype(np.float64)) <= limit
+    assert is_fine(halves[are_fine], limit)
+    bad = halves[~are_fine]
+    smallest = bad[np.abs(bad) == np.nanmin(np.abs(bad))]
+    assert len(smallest) == 2  # one of either sign
+    for half in (*smallest, *bad[::97], *bad[-2:]):
+        assert not is_fine(np.array([0, half], np.float16), limit)
 
 
 def test_halves_are_weighed_in_single_precision() -> None:

@@ -21,9 +21,12 @@ from cs_worker.devices.device import Device
 
 from .catalogue import Catalogue
 
-__all__ = ["GradientBuffers"]
+__all__ = ["Copy", "GradientBuffers"]
 
-_Pair = tuple[np.ndarray, np.ndarray]  # a gradient and its place in a buffer
+# The number of a variable, its gradient, and the place of that in a buffer.
+_Move = tuple[int, np.ndarray, np.ndarray]
+#: Copies a gradient to its place.
+Copy = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 class GradientBuffers:
@@ -59,11 +62,12 @@ class GradientBuffers:
         )
         return self._free[0] if are_the_last else None
 
-    def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
+    def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None], copy: Copy) -> int:
         """Bring the gradients of variables into the current set and say which it is; its number is 2 higher where they
-        are on the server's GPU. One that was computed there is not copied; what comes from a GPU, or lies on the
-        server's, is there after the device has settled. Raises InvalidArgumentError for a gradient that does not fit,
-        before anything is written, and MemoryPlanError where there is no room for them."""
+        are on the server's GPU. One that was computed there is not copied, and ``copy`` copies the others on a CPU;
+        what comes from a GPU, or lies on the server's, is there after the device has settled. Raises
+        InvalidArgumentError for a gradient that does not fit, before anything is written, and MemoryPlanError where
+        there is no room for them."""
         for gradient, number in pairs:
             self._check(gradient, number)
         current = self._current(commit)
@@ -80,7 +84,7 @@ class GradientBuffers:
         if not self._device.is_host:
             self._fetch(pairs, current)
         elif elsewhere:
-            self._bring(elsewhere, pairs, current)
+            self._bring(elsewhere, pairs, current, copy)
         self._catalogue.deliver(numbers, current)
         return current
 
@@ -126,14 +130,18 @@ class GradientBuffers:
         return free[1:] if self._handed_out else free
 
     def _bring(
-        self, elsewhere: Sequence[tuple[np.ndarray, int]], pairs: Sequence[tuple[np.ndarray, int]], current: int
+        self,
+        elsewhere: Sequence[tuple[np.ndarray, int]],
+        pairs: Sequence[tuple[np.ndarray, int]],
+        current: int,
+        copy: Copy,
     ) -> None:
         """Copy the gradients that do not lie in their places."""
         places = [self._catalogue.gradient(number, current) for _, number in pairs]
-        targets = [(gradient, self._catalogue.gradient(number, current)) for gradient, number in elsewhere]
-        moved = [(gradient, target) for gradient, target in targets if not _is_same_memory(gradient, target)]
-        for source, target in _untangled(moved, places):
-            np.copyto(target, source)
+        moves = [(number, gradient, self._catalogue.gradient(number, current)) for gradient, number in elsewhere]
+        moved = [move for move in moves if not _is_same_memory(*move[1:])]
+        for move in _untangled(moved, places):
+            copy(*move)
 
     def _fetch(self, pairs: Sequence[tuple[Any, int]], current: int) -> None:
         """Bring arrays of the device, and of the host, into the current set."""
@@ -173,8 +181,8 @@ def _is_same_memory(array: np.ndarray, target: np.ndarray) -> bool:
     return address_of(array) == address_of(target) and array.strides == target.strides
 
 
-def _untangled(moved: Sequence[_Pair], places: Sequence[np.ndarray]) -> Sequence[_Pair]:
-    """The pairs to copy, where a gradient that was computed into the buffer of another variable is saved first."""
+def _untangled(moved: Sequence[_Move], places: Sequence[np.ndarray]) -> Sequence[_Move]:
+    """What to copy, where a gradient that was computed into the buffer of another variable is saved first."""
     bounds: dict[np.dtype[Any], tuple[int, int]] = {}
     for place in places if moved else ():
         first, last = address_of(place), address_of(place) + place.nbytes
@@ -185,4 +193,4 @@ def _untangled(moved: Sequence[_Pair], places: Sequence[np.ndarray]) -> Sequence
         low, high = bounds[source.dtype]
         return low <= address_of(source) < high
 
-    return [(np.array(source) if is_tangled(source) else source, target) for source, target in moved]
+    return [(number, np.array(source) if is_tangled(source) else source, target) for number, source, target in moved]

@@ -12,23 +12,27 @@ import logging
 import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from central_storage.core.backends import Group
-from cs_proto.arithmetic.finite import Bad, are_fine_on_device, first_bad, is_fine, limit_of
+from cs_proto.arithmetic.finite import Bad, are_fine_on_device, copied_fine, first_bad, is_fine, limit_of
 from cs_proto.errors import NumericsError
 from cs_proto.messages import Run
 
+from .gradients import Copy
 from .worker_context import WorkerContext
 
-__all__ = ["Numerics", "named"]
+__all__ = ["Numerics", "copier", "named"]
 
 _log = logging.getLogger("central_storage.worker")
 
 # The arrays are kept for so many sets of variables.
 _SETS_KEPT = 64
+# Gradients of fewer bytes are looked at together, after they were copied: to look at each costs more than to read it.
+_TOGETHER_NBYTES = 256 << 10
 _REMEDY = (
     "find the operation that makes it, or lower the learning rate; clipping helps only before gradients grow so large; "
     "to skip such steps, catch NumericsError around the run, and go on"
@@ -58,6 +62,22 @@ class Numerics:
         #: Whether a bad number is an error.
         self.raises = run.check_numerics == "raise"
         self._is_watched = bool(named(shop, run))
+        # The variables of the apply that is under way whose gradients were seen to be fine.
+        self._fine: set[int] = set()
+
+    def copier(self, weight: float) -> Copy:
+        """What copies the gradients of an apply. It looks at large ones meanwhile, so that :meth:`look` need not read
+        them from memory again."""
+        self._fine.clear()
+        return _copied if self._is_watched else partial(self._copy, weight)
+
+    def _copy(self, weight: float, number: int, gradient: np.ndarray, place: np.ndarray) -> None:
+        if place.nbytes < _TOGETHER_NBYTES:
+            np.copyto(place, gradient)
+            return
+        with np.errstate(all="ignore"):
+            if copied_fine(place, gradient, self._limit(place.dtype, weight)):
+                self._fine.add(number)
 
     def look(self, groups: Sequence[Group], buffers: int, weight: float, site: str) -> None:
         """Look at the gradients of an apply, of which the dense ones have been brought into a set of buffers. With
@@ -67,8 +87,8 @@ class Numerics:
         if not self._shop.device.is_host:
             self._report(self._looked_at(pairs, rows, weight), site)
             return
-        if pairs:
-            self.look_at_buffers(tuple([number for _, number in pairs]), buffers, weight, site)
+        if numbers := tuple([number for _, number in pairs if number not in self._fine]):
+            self.look_at_buffers(numbers, buffers, weight, site)
         if rows:
             self._report(self._looked_at([], rows, weight), site)
 
@@ -158,6 +178,15 @@ class Numerics:
             f"the gradient of {name!r} has {value!r}{at}{too_large}, in step {run.step} of {run.name} on replica "
             f"{run.replica} ({site})"
         )
+
+
+def copier(numerics: Numerics | None, weight: float) -> Copy:
+    """What copies the gradients of an apply in a run with this look at them, or with none."""
+    return _copied if numerics is None else numerics.copier(weight)
+
+
+def _copied(_number: int, gradient: np.ndarray, place: np.ndarray) -> None:
+    np.copyto(place, gradient)
 
 
 def _is_power_of_ten(count: int) -> bool:

@@ -36,7 +36,7 @@ from cs_worker.session.core import path_text
 
 from .catalogue import overlay
 from .gradients import GradientBuffers
-from .numerics import Numerics, named
+from .numerics import Numerics, copier, named
 from .outgoing import FRAMES, Placing, raised_error, row_gradients
 from .worker_context import WorkerContext
 
@@ -245,7 +245,7 @@ class Replica:
         """Note a step of each group's optimizer. The first one of a set of variables is waited for: it may fail."""
         self._refuse_after_failure()
         dense = [pair for group in groups for pair in group.dense]
-        buffers = self.buffers.fill(dense, self._commit) if dense else 0
+        buffers = self.buffers.fill(dense, self._commit, copier(self._numerics, combining.weight)) if dense else 0
         if self._numerics is not None and self._numerics.raises:
             self._numerics.look(groups, buffers, combining.weight, site)
         brought = []
