@@ -47,7 +47,9 @@ def limit_of(dtype: np.dtype[Any], replicas: int, weight: float = 1.0, rows: int
     weighed = np.float32 if dtype == np.float16 else own.dtype.type
     if not weighed(weight):
         return math.inf
-    return min(float(own.max), float(own.max) / max(1, rows) / replicas / weight)
+    most = min(float(own.max), float(own.max) / max(1, rows) / replicas / weight)
+    rounded = own.dtype.type(most)  # so that arrays of the dtype can be compared with it
+    return float(rounded if float(rounded) <= most else np.nextafter(rounded, own.dtype.type(0)))
 
 
 def is_fine(values: np.ndarray, limit: float) -> bool:
@@ -89,9 +91,8 @@ def copied_fine(target: np.ndarray, source: np.ndarray, limit: float) -> bool:
 
 @functools.lru_cache
 def _bits_of_half(limit: float) -> int:
-    """The bits of the largest half that is not over ``limit``."""
-    half = np.float16(min(limit, float(np.finfo(np.float16).max)))
-    return int((half if float(half) <= limit else np.nextafter(half, np.float16(0))).view(np.uint16))
+    """The bits of a half."""
+    return int(np.float16(limit).view(np.uint16))
 
 
 def first_bad(values: np.ndarray, limit: float) -> Bad | None:

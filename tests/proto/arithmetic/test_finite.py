@@ -120,6 +120,7 @@ def test_each_half_is_seen_at_the_first_glance_as_what_it_is(replicas: int) -> N
     assert len(smallest) == 2  # one of either sign
     for half in (*smallest, *bad[::97], *bad[-2:]):
         assert not is_fine(np.array([0, half], np.float16), limit)
+        assert first_bad(np.array([0, half], np.float16), limit) is not None
 
 
 def test_halves_are_weighed_in_single_precision() -> None:
