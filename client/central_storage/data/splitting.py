@@ -116,7 +116,8 @@ class Carry:
         """An array of any kind, carried."""
         if self.copy is None:
             return leaf
-        if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
+        # A scalar, an array of a device, or an array of a class of its own, such as a masked one, which would lose it.
+        if type(leaf) not in _ARRAYS:
             return leaf.copy()
         copied = self.copy(leaf)
         if not leaf.flags.writeable:
