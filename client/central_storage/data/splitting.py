@@ -17,7 +17,7 @@ from cs_proto.errors import (
     UnbatchedDatasetError,
 )
 
-__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "split"]
+__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "plain_arrays_in", "split"]
 
 
 def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
@@ -77,6 +77,12 @@ def arrays_in(element: Any) -> Any:
     return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
 
 
+def plain_arrays_in(element: Any) -> Any:
+    """As :func:`arrays_in`, for torch and JAX: arrays of a foreign byte order are converted. Raises
+    InvalidArgumentError for a masked array."""
+    return optree.tree_map(_plain_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
+
+
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(type(text) in (str, bytes) for text in value)
 
@@ -98,6 +104,13 @@ def _array(leaf: Any) -> Any:
             f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
             + (f"; convert it from {leaf.dtype} to float32" if getattr(leaf, "dtype", None) == "bfloat16" else "")
         ) from error
+
+
+def _plain_array(leaf: Any) -> Any:
+    array = _array(leaf)
+    # torch drops a mask in silence. A compiled function of JAX does, too, and misreads a foreign byte order.
+    is_plain = not isinstance(array, np.ndarray) or (array.dtype.isnative and not isinstance(array, np.ma.MaskedArray))
+    return array if is_plain else convert_to_tensor(array)
 
 
 def empty_like(leaf: Any) -> Any:

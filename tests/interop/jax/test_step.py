@@ -132,6 +132,18 @@ def test_a_batch_needs_rows(two: cs.CentralStorageStrategy, batch: Any, said: st
             feed()
 
 
+def test_arrays_that_a_compiled_function_of_jax_misreads(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize({"w": jnp.ones(())})
+    train = csj.step(model, csj.optim.sgd(0.0))(lambda tree, x: tree["w"] * x.mean())
+    x = np.float32([1, 2, 3, 6])
+    for batch in (x, x.astype(">f4")):  # the first is compiled; the second finds that function by its shape and dtype
+        assert train(batch) == 3
+    for feed in (train, lambda batch: list(csj.batches(two, [batch]))):
+        with pytest.raises(cs.errors.InvalidArgumentError, match=r"masked array .* use \.filled"):
+            feed(np.ma.masked_greater(x, 3))
+
+
 def test_a_batch_that_is_no_tuple_is_one_argument(two: cs.CentralStorageStrategy) -> None:
     with two.scope():
         model = csj.centralize({"w": jnp.zeros(())})
