@@ -17,7 +17,7 @@ from cs_proto.errors import (
     UnbatchedDatasetError,
 )
 
-__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "plain_arrays_in", "split"]
+__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "plain_array", "split"]
 
 
 def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
@@ -77,12 +77,6 @@ def arrays_in(element: Any) -> Any:
     return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
 
 
-def plain_arrays_in(element: Any) -> Any:
-    """As :func:`arrays_in`, for torch and JAX: arrays of a foreign byte order are converted. Raises
-    InvalidArgumentError for a masked array."""
-    return optree.tree_map(_plain_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
-
-
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(type(text) in (str, bytes) for text in value)
 
@@ -106,11 +100,12 @@ def _array(leaf: Any) -> Any:
         ) from error
 
 
-def _plain_array(leaf: Any) -> Any:
-    array = _array(leaf)
+def plain_array(leaf: Any) -> Any:
+    """A leaf of an element as torch and JAX take it: an array of a foreign byte order is converted. Raises
+    InvalidArgumentError for a masked array."""
     # torch drops a mask in silence. A compiled function of JAX does, too, and misreads a foreign byte order.
-    is_plain = not isinstance(array, np.ndarray) or (array.dtype.isnative and not isinstance(array, np.ma.MaskedArray))
-    return array if is_plain else convert_to_tensor(array)
+    is_misread = isinstance(leaf, np.ndarray) and (isinstance(leaf, np.ma.MaskedArray) or not leaf.dtype.isnative)
+    return convert_to_tensor(leaf) if is_misread else leaf
 
 
 def empty_like(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from .distributed import (
     elsewhere,
 )
 from .element_spec import PerReplicaSpec, TensorSpec
-from .splitting import Carry, plain_arrays_in, split
+from .splitting import Carry, arrays_in, split
 
 __all__ = ["Weighted", "WeightedDataset", "is_weighted", "share_of", "weighted", "weights_of"]
 
@@ -71,7 +71,7 @@ def weighted(batch: Any, weight: Callable[[Any], Any] | None = None) -> Weighted
     batch without rows or of arrays with different numbers of rows, and for weights that are negative, not finite or
     all 0.
     """
-    arrays = plain_arrays_in(batch)
+    arrays = arrays_in(batch)
     rows = _rows(arrays)
     if not rows:
         raise InvalidArgumentError(f"a global batch needs at least one row: {batch!r:.200}")

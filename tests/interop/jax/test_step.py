@@ -137,11 +137,12 @@ def test_arrays_that_a_compiled_function_of_jax_misreads(two: cs.CentralStorageS
         model = csj.centralize({"w": jnp.ones(())})
     train = csj.step(model, csj.optim.sgd(0.0))(lambda tree, x: tree["w"] * x.mean())
     x = np.float32([1, 2, 3, 6])
-    for batch in (x, x.astype(">f4")):  # the first is compiled; the second finds that function by its shape and dtype
-        assert train(batch) == 3
-    for feed in (train, lambda batch: list(csj.batches(two, [batch]))):
+    batches = [x, x.astype(">f4"), np.ma.masked_greater(x, 3)]
+    for data in (batches, csj.batches(two, batches), two.experimental_distribute_dataset(batches)):
+        first, second, masked = data
+        assert train(first) == train(second) == 3  # the second finds what was compiled for its shape and dtype
         with pytest.raises(cs.errors.InvalidArgumentError, match=r"masked array .* use \.filled"):
-            feed(np.ma.masked_greater(x, 3))
+            train(masked)
 
 
 def test_a_batch_that_is_no_tuple_is_one_argument(two: cs.CentralStorageStrategy) -> None:
