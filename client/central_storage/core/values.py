@@ -55,6 +55,7 @@ _ARRAYS = (np.ndarray, Tensor)
 #: Types of most results; no container and no Shared has one of these.
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, Tensor})
 _NOTHING = frozenset({type(None)})
+_HINTS = {"object": "; if its objects are texts, use astype(str)", "bfloat16": "; use astype('float32')"}
 
 
 class ReduceOp(Closed, enum.Enum):
@@ -371,8 +372,7 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
-        is_of_objects = array.dtype.kind == "O" and hasattr(value, "dtype")
-        hint = "; if its objects are texts, use astype(str)" if is_of_objects else ""
+        hint = _HINTS.get(str(getattr(value, "dtype", "")), "")
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
     if dtype is not None:
         return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)
