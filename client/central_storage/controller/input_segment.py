@@ -38,8 +38,11 @@ class InputSegment:
         self._freed: deque[int] = deque()
 
     def carry(self, array: np.ndarray) -> np.ndarray:
-        """A copy of ``array``: in the segment where it is large, which :meth:`find` tells, else in ordinary memory."""
-        start = self._room(array.nbytes) if array.nbytes > INLINE_NBYTES else None
+        """A copy of ``array``: in the segment where it is large, which :meth:`find` tells, else in ordinary memory.
+        Objects, records and dtypes of other libraries are always in ordinary memory."""
+        # NumPy would take what lay there before for references to objects, and end the process.
+        is_plain = array.dtype.kind in "biufcUSmM"
+        start = self._room(array.nbytes) if is_plain and array.nbytes > INLINE_NBYTES else None
         if start is None:
             return array.copy()
         block = _Block(self._bytes, self._address + start, array)

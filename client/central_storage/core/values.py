@@ -55,6 +55,7 @@ _ARRAYS = (np.ndarray, Tensor)
 #: Types of most results; no container and no Shared has one of these.
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, Tensor})
 _NOTHING = frozenset({type(None)})
+_HINTS = {"object": "; if its objects are texts, use astype(str)", "bfloat16": "; use astype('float32')"}
 
 
 class ReduceOp(Closed, enum.Enum):
@@ -354,25 +355,24 @@ def local_results(value: Any, n: int) -> tuple[Any, ...]:
 
 
 def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
-    """``value`` as a NumPy array. Arrays keep their dtype and are not copied.
+    """``value`` as a NumPy array. Arrays keep their dtype and are not copied, unless their byte order is foreign.
 
     Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
     complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
     :class:`InvalidArgumentError` for anything but an array of numbers, bools or strings (None, dicts, uneven lists,
     lists of strings and numbers, a PerReplica, a masked array) and for integers that do not fit.
     """
-    if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS":
+    if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS" and value.dtype.isnative:
         return np.asarray(value)
     array = _array_of(value)
+    array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))  # else another dtype
     untyped = _is_untyped(value)
     if not untyped and _has(np.ma.MaskedArray, value):
         raise InvalidArgumentError("a masked array has no value where it is masked; use .filled(...) or .data of it")
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
-        hint = (
-            "; if its objects are texts, use astype(str)" if array.dtype.kind == "O" and hasattr(value, "dtype") else ""
-        )
+        hint = _HINTS.get(str(getattr(value, "dtype", "")), "")
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
     if dtype is not None:
         return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)

@@ -17,7 +17,7 @@ from cs_proto.errors import (
     UnbatchedDatasetError,
 )
 
-__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "split"]
+__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "plain_array", "split"]
 
 
 def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
@@ -100,6 +100,14 @@ def _array(leaf: Any) -> Any:
         ) from error
 
 
+def plain_array(leaf: Any) -> Any:
+    """A leaf of an element as torch and JAX take it: an array of a foreign byte order is converted. Raises
+    InvalidArgumentError for a masked array."""
+    # torch drops a mask in silence. A compiled function of JAX does, too, and misreads a foreign byte order.
+    is_misread = isinstance(leaf, np.ndarray) and (isinstance(leaf, np.ma.MaskedArray) or not leaf.dtype.isnative)
+    return convert_to_tensor(leaf) if is_misread else leaf
+
+
 def empty_like(leaf: Any) -> Any:
     if leaf is None:
         return None
@@ -116,7 +124,8 @@ class Carry:
         """An array of any kind, carried."""
         if self.copy is None:
             return leaf
-        if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
+        # A scalar, an array of a device, or an array of a class of its own, such as a masked one, which would lose it.
+        if type(leaf) not in _ARRAYS:
             return leaf.copy()
         copied = self.copy(leaf)
         if not leaf.flags.writeable:

@@ -18,7 +18,7 @@ from central_storage.core.public_objects import Closed
 from central_storage.core.values import DistributedValues, PerReplica, local_results, regroup, select_replicas
 from central_storage.data.arguments import can_take
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
-from central_storage.data.splitting import split
+from central_storage.data.splitting import plain_array, split
 from central_storage.data.weighted import Weighted, is_weighted, share_of, weighted, weights_of
 from central_storage.pickling.function import function
 from central_storage.strategy.run_steps import LOOKAHEAD, steps_of
@@ -280,7 +280,7 @@ def _train(
 
 def _operands(rows: Any) -> Any:
     """A share as JAX takes it: on a GPU its leaves are arrays of CuPy, which JAX reads where they lie."""
-    return rows if get_array_module() is np else jax.tree.map(_of_cupy, rows)
+    return jax.tree.map(plain_array if get_array_module() is np else _of_cupy, rows)
 
 
 def _of_cupy(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset
 from central_storage.data.libraries import Reading, is_hugging_face
-from central_storage.data.splitting import arrays_in, split
+from central_storage.data.splitting import arrays_in, plain_array, split
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.errors import InvalidArgumentError, UnbatchedDatasetError
 
@@ -120,7 +120,8 @@ def prepared(batch: Any, weigh: Weigh | None, replicas: int) -> Batch:
     row: :func:`share_of` knows them."""
     bits: list[Any] = []
     try:
-        data = arrays_in(_as_bits(tuple(batch) if type(batch) is list else batch, bits))
+        arrays = arrays_in(_as_bits(tuple(batch) if type(batch) is list else batch, bits))
+        data = optree.tree_map(plain_array, arrays, none_is_leaf=True)
     except InvalidArgumentError as error:
         error.add_note("Convert it in the loader, as by x.float(), x.to_dense() or x.detach().")
         raise

@@ -68,6 +68,20 @@ def test_what_is_small_or_elsewhere_is_not_in_the_segment() -> None:
     assert place(into, copy) is place(into, large()) is None
 
 
+@pytest.mark.parametrize(
+    "array",
+    [np.array([f"text {number}" for number in range(40_000)], object), np.zeros(40_000, [("a", "f4"), ("b", "i2", 3)])],
+)
+def test_objects_and_records_never_lie_where_numbers_lay(array: np.ndarray) -> None:
+    into = made()
+    into.carry(np.full(array.nbytes, 0x51, np.uint8))  # which is no reference to an object
+    copy = into.carry(array)
+    assert copy.dtype == array.dtype
+    assert np.array_equal(copy, array)
+    assert not np.shares_memory(copy, array)
+    assert place(into, into.carry(large())) == 0
+
+
 def test_a_place_is_free_when_nothing_views_it() -> None:
     into = made()
     first, second = into.carry(large(1)), into.carry(large(2))

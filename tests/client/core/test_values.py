@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 
+from central_storage.core.tensors.tensor import Tensor
 from central_storage.core.values import (
     IndexedSlices,
     Mirrored,
@@ -260,6 +261,15 @@ class TestConvertToTensor:
         array = np.zeros(3)
         assert convert_to_tensor(array) is array
         assert convert_to_tensor(array, np.float64) is array
+
+    @pytest.mark.parametrize("kind", [np.ndarray, Tensor])
+    @pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">U1"])
+    def test_a_foreign_byte_order_is_no_dtype_of_its_own(self, kind, dtype):
+        array = np.array([1, 2], dtype).view(kind)
+        got = convert_to_tensor(array)
+        same(got, array, np.dtype(dtype).newbyteorder("="))
+        if got.dtype.kind != "U":
+            same(reduce_values("SUM", PerReplica([array, got]), 0, 2), 6, got.dtype)
 
     @pytest.mark.parametrize(
         ("value", "dtype"), [(1, "float16"), ([], "int32"), (200, "uint8"), (1.5, "complex64"), (np.zeros(2), "f4")]

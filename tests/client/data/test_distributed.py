@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import central_storage.strategy.service_strategy  # noqa: F401  (makes the default strategy)
 from central_storage.core import context
 from central_storage.core.options import InputOptions, InputReplicationMode
-from central_storage.core.values import PerReplica
+from central_storage.core.values import PerReplica, local_results
 from central_storage.data.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from central_storage.data.distributed import (
     DistributedDataset,
@@ -348,6 +348,12 @@ class TestReadingAhead:
         options = InputOptions(experimental_per_replica_buffer_size=size)
         for number, element in enumerate(DistributedDataset(Refilled(), 2, options)):
             assert steps([element]) == [[[number] * 2] * 2]
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_what_is_masked_stays_so(self, n):
+        masked = np.ma.masked_greater(np.arange(60_000) % 7, 3)
+        for element in DistributedDataset([masked] * 3, n):
+            assert sum(share.sum() for share in local_results(element, n)) == masked.sum()
 
     def test_what_cannot_be_written_stays_so(self):
         for element in Dataset.range(6).batch(2), [np.zeros(2)] * 3:

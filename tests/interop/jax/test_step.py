@@ -132,6 +132,19 @@ def test_a_batch_needs_rows(two: cs.CentralStorageStrategy, batch: Any, said: st
             feed()
 
 
+def test_arrays_that_a_compiled_function_of_jax_misreads(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize({"w": jnp.ones(())})
+    train = csj.step(model, csj.optim.sgd(0.0))(lambda tree, x: tree["w"] * x.mean())
+    x = np.float32([1, 2, 3, 6])
+    batches = [x, x.astype(">f4"), np.ma.masked_greater(x, 3)]
+    for data in (batches, csj.batches(two, batches), two.experimental_distribute_dataset(batches)):
+        first, second, masked = data
+        assert train(first) == train(second) == 3  # the second finds what was compiled for its shape and dtype
+        with pytest.raises(cs.errors.InvalidArgumentError, match=r"masked array .* use \.filled"):
+            train(masked)
+
+
 def test_a_batch_that_is_no_tuple_is_one_argument(two: cs.CentralStorageStrategy) -> None:
     with two.scope():
         model = csj.centralize({"w": jnp.zeros(())})

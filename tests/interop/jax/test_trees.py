@@ -242,3 +242,8 @@ def test_a_checkpoint_holds_the_leaves(two: cs.CentralStorageStrategy, tmp_path:
         leaf.assign(np.zeros(2, np.float32))
     checkpoint.restore(path).assert_consumed()
     assert [leaf.numpy().tolist() for leaf in jax.tree.leaves(model)] == [[2, 2], [1, 1]]
+
+
+def test_bfloat16_outside_a_tree_is_refused_with_a_remedy() -> None:
+    with pytest.raises(cs.errors.InvalidArgumentError, match=r"use astype\('float32'\)"):
+        cs.Variable(jnp.zeros(2, jnp.bfloat16))

@@ -46,6 +46,15 @@ def test_tensors_of_bfloat16_stay_so(three: cs.CentralStorageStrategy, rows: int
     assert torch.equal(batch["narrow"], x.bfloat16())
 
 
+@pytest.mark.parametrize("rows", [4, 40_000])
+def test_arrays_that_torch_misunderstands(three: cs.CentralStorageStrategy, rows: int) -> None:
+    read, x = rows_of(three), np.arange(rows * 2.0).reshape(rows, 2)
+    assert torch.equal(read(x.astype(">f8")), torch.from_numpy(x))
+    for feed in (read, lambda batch: list(cst.batches(three, [batch]))):
+        with pytest.raises(cs.errors.InvalidArgumentError, match=r"masked array .* use \.filled"):
+            feed({"x": np.ma.masked_greater(x, 3)})
+
+
 def test_loaders_of_every_kind(three: cs.CentralStorageStrategy) -> None:
     rows = rows_of(three)
     x = np.arange(10.0, dtype=np.float32)[:, None]
