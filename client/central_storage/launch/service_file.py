@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from cs_proto.frozen import fields_of, frozen, with_changes
+from cs_runtime.private_files import read_file
 
 __all__ = ["FILE", "Kind", "ServiceFile", "origin", "typed"]
 
@@ -119,9 +120,9 @@ class ServiceFile:
     def read(cls, run_directory: str) -> ServiceFile | None:
         """The file in ``run_directory``. None if there is none that this version can read."""
         try:
-            read = json.loads(Path(run_directory, FILE).read_bytes())
+            read = json.loads(read_file(os.path.join(run_directory, FILE)))
             values = [read.get(name, "") if name in _LATER else read[name] for name in _FIELDS]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         devices = read["devices"]
         if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):

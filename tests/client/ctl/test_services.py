@@ -98,11 +98,22 @@ def test_what_others_could_forge_is_not_read(place: Path, held: Held, tmp_path: 
     (place / "cs-89abcdef").symlink_to(tmp_path / "gone")
     (place / "cs-not-a-run").mkdir()
     assert services.find() == []
-    for content in ("[]", "{", '{"kind": 3}', '{"devices": 5}'):
+    for content in ("[]", "{", '{"kind": 3}', '{"devices": 5}', "[" * 100_000):
         directory = held()
         Path(directory.path, FILE).write_text(content)
         assert ServiceFile.read(directory.path) is None
         directory.remove()
+
+
+def test_a_pipe_or_a_device_in_the_place_of_the_file_is_none(held: Held) -> None:
+    directory = held()
+    file = Path(directory.path, FILE)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    assert services.choose(directory.path).file is None
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert services.choose(directory.path).file is None
 
 
 def test_the_file_is_private_and_changes_as_a_whole(held: Held) -> None:
