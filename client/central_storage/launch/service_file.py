@@ -33,6 +33,8 @@ _DRAFT = f"{FILE}.draft"
 Kind = Literal["launcher", "script", "notebook", "serve", "in-process"]
 
 _SCRIPT_LIMIT = 500
+# No clock shows a later time, in seconds.
+_LATEST = 1 << 37
 
 
 @frozen
@@ -129,7 +131,8 @@ class ServiceFile:
             return None
         values[_FIELDS.index("devices")] = tuple(devices)
         is_right = all(isinstance(value, _TYPES.get(name, str)) for name, value in zip(_FIELDS, values, strict=True))
-        return cls(*values) if is_right and read["kind"] in get_args(Kind) else None
+        found = cls(*values) if is_right and read["kind"] in get_args(Kind) else None
+        return found if found is not None and _is_possible(found) else None
 
 
 _FIELDS = fields_of(ServiceFile)
@@ -141,6 +144,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "since": (int, float),
     "devices": tuple,
 }
+
+
+def _is_possible(file: ServiceFile) -> bool:
+    """Whether its numbers can be pids and a time."""
+    pids = file.supervisor, file.script_pid
+    return all(type(pid) is int and 0 <= pid < 1 << 31 for pid in pids) and 0 <= file.since < _LATEST
 
 
 def typed(words: Sequence[str]) -> str:

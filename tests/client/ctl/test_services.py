@@ -163,10 +163,17 @@ def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) 
     assert origin() == ("/home/me/a.ipynb", "notebook")
 
 
-@pytest.mark.parametrize("devices", [5, "cpu:0", [5], None])
-def test_a_file_of_another_kind_is_none(held: Held, devices: object) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("devices", value) for value in (5, "cpu:0", [5], None)),
+        *(("since", value) for value in (float("nan"), float("inf"), -1e300, 1e300)),
+        *((field, value) for field in ("supervisor", "script_pid") for value in (-1, 1 << 31, True, 1.0)),
+    ],
+)
+def test_a_file_of_another_kind_is_none(held: Held, field: str, value: object) -> None:
     directory = held()
     path = Path(directory.path, FILE)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "devices": devices}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     assert ServiceFile.read(directory.path) is None
     assert [entry.path for entry in services.find()] == [directory.path]
