@@ -184,8 +184,14 @@ def path_of(what: str, path: str | os.PathLike[str]) -> str:
 
 
 def anchored(path: str) -> str:
-    """The same path, whatever the working directory will be. ``..`` stays, since what is before it may be a link."""
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    """The same path, whatever the working directory will be. ``..`` stays, since what is before it may be a link.
+    Raises InvalidArgumentError if the working directory is gone."""
+    try:
+        return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    except FileNotFoundError as error:
+        raise InvalidArgumentError(
+            f"{path} is relative, and the working directory is gone; name an absolute path"
+        ) from error
 
 
 def changed_at(path: str | Path) -> float:

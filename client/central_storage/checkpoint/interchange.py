@@ -151,8 +151,8 @@ def _arrays_of_npz(path: str) -> Iterator[list[Block]]:
             return np.asarray(archive[name])
 
     with contextlib.ExitStack() as stack:
+        file = stack.enter_context(disk.stream_of(stack.enter_context(regular(path))[0]))
         with _damage_named(path):
-            file = stack.enter_context(disk.stream_of(stack.enter_context(regular(path))[0]))
             if not zipfile.is_zipfile(file):
                 raise ValueError("it is no zip archive")
             file.seek(0)

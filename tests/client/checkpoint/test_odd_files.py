@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import socket
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from central_storage.checkpoint.file_format import LARGEST_NUMBER
 from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager, import_checkpoint, latest_checkpoint
 from central_storage.variables.variable import Variable
-from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
+from cs_proto.errors import CheckpointDamagedError, CheckpointError, CheckpointSaveError, InvalidArgumentError
 
 assert DefaultStrategy  # variables outside every strategy belong to the one that this module sets
 
@@ -97,6 +99,59 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path, checkpoint: Check
     (tmp_path / "file").touch()
     with pytest.raises(InvalidArgumentError, match="file is a file; name a directory"):
         CheckpointManager(checkpoint, tmp_path / "file", None)
+
+
+# --- limits of the process, and a working directory that is gone ---------------------------------------------------
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[None]:
+    """No file can be opened."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = os.open("/dev/null", os.O_RDONLY)  # the lowest that is free
+    os.close(held)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_few_descriptors_are_no_damage(
+    tmp_path: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest
+) -> None:
+    np.savez(tmp_path / "theirs.npz", w=np.float32([1]))
+    path = checkpoint.write(tmp_path / "x")
+    request.getfixturevalue("no_descriptors")
+    with pytest.raises(OSError, match=r"theirs\.npz") as raised:
+        import_checkpoint(tmp_path / "theirs.npz", tmp_path / "ours")
+    assert raised.value.errno == errno.EMFILE
+    with pytest.raises(OSError, match=r"x\.safetensors") as raised:
+        checkpoint.read(path)
+    assert raised.value.errno == errno.EMFILE
+    with pytest.raises(CheckpointSaveError, match=r"are free; close files, or raise the limit \(ulimit -n\)"):
+        checkpoint.write(tmp_path / "y")
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(CheckpointSaveError, match=r"File too large; .* raise the limit \(ulimit -f\)"):
+            checkpoint.write(tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_working_directory_that_is_gone_is_named(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    in_thread = cs.train.CheckpointOptions(enable_async=True)
+    for call in (lambda: CheckpointManager(checkpoint, "d", 1), lambda: checkpoint.write("d", in_thread)):
+        with pytest.raises(InvalidArgumentError, match=r"d.* is relative, and the working directory is gone; name"):
+            call()
 
 
 # --- names in a file ----------------------------------------------------------------------------------------------
