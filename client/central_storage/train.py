@@ -61,10 +61,10 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: N
         raise InvalidArgumentError(
             f"latest_filename must be None, not {latest_filename!r}: no file lists the checkpoints of a directory"
         )
-    directory = os.fspath(checkpoint_dir)
+    directory = disk.path_of("checkpoint_dir", checkpoint_dir)
     newest: dict[str, tuple[int, str]] = {}
     for name in disk.names(directory):
-        if match := re.fullmatch(rf"(.+)-(\d+){re.escape(SUFFIX)}", name):
+        if match := re.fullmatch(rf"(.+)-([0-9]+){re.escape(SUFFIX)}", name):
             path = os.path.join(directory, name)
             newest[match[1]] = max(newest.get(match[1], (-1, "")), (int(match[2]), path))
     return max((path for _, path in newest.values()), key=disk.changed_at, default=None)

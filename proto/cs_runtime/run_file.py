@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from cs_proto.frozen import frozen
 
-from .private_files import open_private
+from .private_files import open_private, read_file
 
 __all__ = ["RunFile"]
 
@@ -40,10 +40,9 @@ class RunFile:
     def read(cls, directory: str) -> RunFile | None:
         """The file in ``directory``; None if there is none or it cannot be read."""
         try:
-            with open(os.path.join(directory, _NAME), encoding="utf-8") as file:
-                found = json.load(file)
+            found = json.loads(read_file(os.path.join(directory, _NAME)))
             return cls(**{**found, "workers": tuple(found["workers"]), "clients": tuple(found["clients"])})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def write(self, directory: str) -> None:

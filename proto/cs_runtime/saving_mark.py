@@ -13,6 +13,8 @@ from collections.abc import Iterator
 __all__ = ["is_set", "setting"]
 
 _NAME = "saving"
+# Without O_NONBLOCK, a pipe of this name would wait for its writer.
+_HOW = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
@@ -33,7 +35,7 @@ def _open() -> int:
         return -1
     with contextlib.suppress(OSError):
         path = os.path.join(directory, _NAME)
-        file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = os.open(path, _HOW | os.O_CREAT, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -46,7 +48,7 @@ def _open() -> int:
 def is_set(directory: str) -> bool:
     """Whether a script has set the mark in the run directory ``directory``."""
     try:
-        file = os.open(os.path.join(directory, _NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(os.path.join(directory, _NAME), _HOW)
     except OSError:
         return False
     try:

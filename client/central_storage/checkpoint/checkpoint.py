@@ -13,7 +13,7 @@ from central_storage.core.tensors.tensor import as_tensor
 from cs_proto.errors import InvalidArgumentError
 
 from .background import CheckpointOptions, Writer, is_async
-from .disk import SUFFIX, anchored
+from .disk import SUFFIX, anchored, path_of
 from .graph import (
     Walked,
     copies,
@@ -118,14 +118,15 @@ class Checkpoint(Walked):
             The path, for :meth:`restore`.
 
         Raises:
+            InvalidArgumentError: ``file_prefix`` is no path (a ValueError).
             CheckpointError: Two objects have one name, such as the items 1 and "1" of a dict (a ValueError).
             CheckpointSaveError: The file system refuses, now or in the thread of the save before (an OSError); names
                 the path, and the bytes that were needed and are free. An existing file stays, and no draft is left.
             ContextError: Called in a replica (a RuntimeError).
         """
-        in_thread = is_async(options)
+        in_thread, prefix = is_async(options), path_of("file_prefix", file_prefix)
         self.sync()
-        return self._save(f"{os.fspath(file_prefix)}-{self._count + 1}{SUFFIX}", self._count + 1, in_thread)
+        return self._save(f"{prefix}-{self._count + 1}{SUFFIX}", self._count + 1, in_thread)
 
     def sync(self) -> None:
         """Wait until the file is there that a thread writes; without one it returns at once.

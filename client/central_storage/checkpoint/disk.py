@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from cs_proto.errors import InvalidArgumentError
 from cs_proto.sizes import in_units
 from cs_runtime.failpoints import failpoint
 
@@ -36,9 +37,9 @@ __all__ = [
     "mode_of",
     "names",
     "newest_in",
-    "open_stream",
     "open_to_read",
     "open_to_remove",
+    "path_of",
     "read_at",
     "remove",
     "replace",
@@ -46,6 +47,7 @@ __all__ = [
     "set_mode",
     "size_of",
     "small_nbytes",
+    "stream_of",
     "sync",
     "sync_directory",
     "taken_nbytes",
@@ -80,9 +82,9 @@ def open_to_read(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def open_stream(path: str) -> BinaryIO:
-    """Open a file for a library that reads from a file object."""
-    return open(path, "rb")
+def stream_of(file: int) -> BinaryIO:
+    """An open file for a library that reads from a file object. It stays open when that is closed."""
+    return open(file, "rb", closefd=False)
 
 
 def open_to_remove(path: str) -> int:
@@ -166,16 +168,39 @@ def names(directory: str) -> list[str]:
         return []
 
 
+def path_of(what: str, path: str | os.PathLike[str]) -> str:
+    """The text of a path. Raises InvalidArgumentError, in which it is called ``what``, for what no file can have as a
+    path."""
+    try:
+        text = os.fspath(path)
+        is_path = isinstance(text, str) and b"\0" not in os.fsencode(text)
+    except (TypeError, UnicodeEncodeError):
+        is_path = False
+    if not is_path:
+        raise InvalidArgumentError(
+            f"{what} must be a path, a str or Path without NUL and surrogate characters, not {path!r:.80}"
+        )
+    return text
+
+
 def anchored(path: str) -> str:
-    """The same path, whatever the working directory will be. ``..`` stays, since what is before it may be a link."""
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    """The same path, whatever the working directory will be. ``..`` stays, since what is before it may be a link.
+    Raises InvalidArgumentError if the working directory is gone."""
+    try:
+        return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    except FileNotFoundError as error:
+        raise InvalidArgumentError(
+            f"{path} is relative, and the working directory is gone; name an absolute path"
+        ) from error
 
 
-def changed_at(path: str) -> float:
-    """The time of the last change of a file, in seconds; of one that is gone 0."""
+def changed_at(path: str | Path) -> float:
+    """The time of the last change of a file, in seconds; of one that is gone, or a link to nothing, 0."""
     try:
         return os.stat(path).st_mtime
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         return 0.0
 
 
@@ -259,5 +284,5 @@ def newest_in(directory: str) -> str:
     """A hint for a user who passes a directory instead of a file."""
     if not os.path.isdir(directory):
         return ""
-    newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
+    newest = max(Path(directory).glob(f"*{SUFFIX}"), key=changed_at, default="none")
     return f"; {directory} is a directory, but restore takes a file; the newest one in it is {newest}"

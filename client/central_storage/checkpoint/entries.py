@@ -217,15 +217,12 @@ def of_steps(optimizer: Optimizer, variable: Variable, count: int) -> Entry:
     def write(value: np.ndarray) -> None:
         optimizer.set_steps({variable: int(value)})
 
-    def fault(value: np.ndarray) -> str | None:
-        return f"{value} updates" if value < 0 else None
-
     return Entry(
         np.dtype(np.int64),
         (),
         lambda: np.int64(count),
         write,
-        fault,
+        _fault_of_count,
         _fault_of_owners(optimizer, variable),
         counted=(optimizer, variable),
     )
@@ -265,10 +262,23 @@ def of_optimizer(optimizer: Optimizer, way: str) -> dict[str, Entry]:
     def write_rate(value: np.ndarray) -> None:
         optimizer.learning_rate = float(value)
 
-    found = {f"{way}/iterations": Entry(np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations)}
+    def rate_fault(value: np.ndarray) -> str | None:
+        return None if np.isfinite(value) else f"{value} is no learning rate"
+
+    found = {
+        f"{way}/iterations": Entry(
+            np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations, _fault_of_count
+        )
+    }
     if not callable(optimizer.learning_rate):  # the script has the schedule
-        found[f"{way}/learning_rate"] = Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
+        found[f"{way}/learning_rate"] = Entry(
+            np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate, rate_fault
+        )
     return found
+
+
+def _fault_of_count(value: np.ndarray) -> str | None:
+    return None if 0 <= value < 1 << 62 else f"{value} is no number of updates"
 
 
 def of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, Entry]:

@@ -24,11 +24,13 @@ import numpy as np
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import CheckpointDamagedError, CheckpointError
 from cs_proto.frozen import frozen
+from cs_proto.printable import printable
 
 from .disk import SUFFIX
 
 __all__ = [
     "FORMAT",
+    "LARGEST_NUMBER",
     "LONGEST_HEADER",
     "METADATA",
     "NO_CHECKSUM",
@@ -62,6 +64,8 @@ _START = f'{{"__metadata__": {{"{_CHECKSUM}": "'.encode()
 NO_CHECKSUM = "0" * 8
 #: Readers of safetensors refuse a longer header. Bytes.
 LONGEST_HEADER = 100_000_000
+#: Of a checkpoint.
+LARGEST_NUMBER = 2**63 - 1
 _PAIRS = {"complex64": "F32", "complex128": "F64"}  # safetensors has no dtype for a complex128
 _DTYPES = {
     "bool": "BOOL",
@@ -77,6 +81,10 @@ _NUMBERED = re.compile(rf".*-\d+{re.escape(SUFFIX)}", re.DOTALL)
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0  # a bool is not a count
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_NUMBER
 
 
 def _is_text(value: object) -> bool:
@@ -103,7 +111,7 @@ _FIELDS: Mapping[str, _Field] = {
     "format": _Field("a whole number", _is_count, 1),
     "also": _Field("an object of strings", _are_texts, 1),
     "complex": _Field("an object of strings", _are_texts, 1),
-    "save_counter": _Field("a whole number from 0", _is_count, 1, is_optional=True),
+    "save_counter": _Field(f"a whole number from 0 to {LARGEST_NUMBER}", _is_number, 1, is_optional=True),
     "name": _Field("a string", _is_text, 2),
     "checksums": _Field("an object of strings", _are_texts, 2),
 }
@@ -220,7 +228,7 @@ def _checksum_of_header(header: bytes | bytearray) -> str:
 def damaged(path: str, what: str) -> CheckpointDamagedError:
     """An error that says what is wrong with a file."""
     return CheckpointDamagedError(
-        f"{path} is damaged: {what}; restore another checkpoint, or an intact copy of this one"
+        f"{path} is damaged: {printable(what):.2000}; restore another checkpoint, or an intact copy of this one"
     )
 
 
@@ -266,8 +274,8 @@ def parsed(path: str, header: bytearray, size: int) -> tuple[dict[str, Any], dic
     name = os.path.basename(path)
     if is_sealed and _NUMBERED.fullmatch(name) and name != index["name"]:
         raise CheckpointDamagedError(
-            f"{path} was saved as {index['name']}, so it is another checkpoint; rename it to that, or to a name that "
-            "does not end in a number"
+            f"{path} was saved as {printable(index['name'])}, so it is another checkpoint; rename it to that, or "
+            "to a name that does not end in a number"
         )
     places = _places(path, entries, index["complex"], 8 + len(header), size)
     _check_names(path, index, places)

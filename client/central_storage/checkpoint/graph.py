@@ -41,6 +41,7 @@ from cs_proto.errors import (
     InvalidArgumentError,
 )
 
+from . import disk
 from .disk import SUFFIX
 from .entries import (
     TOGETHER_NBYTES,
@@ -466,7 +467,7 @@ def _is_walked(value: Any) -> bool:
 
 def find_file(path: str | os.PathLike[str]) -> str:
     """The file for ``path``, which may lack the suffix."""
-    text = os.fspath(path)
+    text = disk.path_of("the path of a checkpoint", path)
     return text if Path(text).suffix == SUFFIX else text + SUFFIX
 
 

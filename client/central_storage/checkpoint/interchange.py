@@ -12,19 +12,19 @@ import math
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
+from cs_proto.errors import CentralStorageError, CheckpointDamagedError, CheckpointError, InvalidArgumentError
+from cs_proto.printable import printable
 
 from . import disk
 from .file_format import holds, plain_header
 from .graph import find_file, find_unnumbered
-from .stored import Stored, reading, reading_plain
+from .stored import Stored, reading, reading_plain, regular
 from .writing import Block, explained, open_draft, replace
 
 __all__ = ["export_checkpoint", "import_checkpoint"]
@@ -68,11 +68,11 @@ def export_checkpoint(save_path: str | os.PathLike[str], target: str | os.PathLi
         ...     print(np.load(f"{directory}/w.npz")["w"])
         [1. 2.]
     """
-    path, wanted = os.fspath(save_path), os.fspath(target)
+    path, wanted = find_file(save_path), disk.path_of("target", target)
     write = _WRITERS.get(os.path.splitext(wanted)[1])
     if write is None:
         raise InvalidArgumentError(f"{wanted} must end in {', '.join(_WRITERS)}, which says how it is written")
-    with reading(find_file(path)) as stored:
+    with reading(path) as stored:
         names = sorted(name for name in stored.keys if not _STRATEGY.fullmatch(name))
         stored.verify()
         needed = sum(stored.facts()[name][2] for name in names)
@@ -112,7 +112,7 @@ def import_checkpoint(source: str | os.PathLike[str], save_path: str | os.PathLi
         >>> w.numpy().tolist()
         [1.0, 1.0]
     """
-    path, wanted = os.fspath(source), find_unnumbered(save_path)
+    path, wanted = disk.path_of("source", source), find_unnumbered(save_path)
     suffix = os.path.splitext(path)[1]
     if suffix == disk.SUFFIX:
         with reading_plain(path) as stored:
@@ -137,8 +137,8 @@ def _of_stored(path: str, stored: Stored, key: str, dtype: str, shape: tuple[int
         return Block(np.dtype(dtype), [key], [shape], [lambda: stored.array(key)], rows)
     except TypeError as error:
         raise CheckpointError(
-            f"{path}: {key} has the dtype {dtype:.80}, which NumPy lacks; save it as float32 in the program that made "
-            "it"
+            f"{path}: {printable(key)} has the dtype {printable(dtype):.80}, which NumPy lacks; save it as "
+            "float32 in the program that made it"
         ) from error
 
 
@@ -151,8 +151,8 @@ def _arrays_of_npz(path: str) -> Iterator[list[Block]]:
             return np.asarray(archive[name])
 
     with contextlib.ExitStack() as stack:
+        file = stack.enter_context(disk.stream_of(stack.enter_context(regular(path))[0]))
         with _damage_named(path):
-            file = stack.enter_context(disk.open_stream(path))
             if not zipfile.is_zipfile(file):
                 raise ValueError("it is no zip archive")
             file.seek(0)
@@ -169,8 +169,8 @@ def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndar
             raise ValueError(f"{name} holds Python objects, which only pickle could load")
         if not holds(dtype.newbyteorder("=")):
             raise CheckpointError(
-                f"{path}: {name} has the dtype {dtype}, which a checkpoint does not hold; leave it out, or save it as "
-                "numbers in the program that made it"
+                f"{path}: {printable(name)} has the dtype {dtype}, which a checkpoint does not hold; leave it out, or "
+                "save it as numbers in the program that made it"
             )
         if math.prod(shape) * dtype.itemsize > archive.zip.getinfo(f"{name}.npy").file_size:
             raise ValueError(f"{name} is shorter than its header says")
@@ -181,7 +181,10 @@ def _of_member(path: str, archive: Any, name: str, read: Callable[[str], np.ndar
 def _header_of_npy(member: Any) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     version = np.lib.format.read_magic(member)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(member)
+    try:
+        shape, is_fortran, dtype = read(member)
+    except MemoryError as error:  # of Python's parser
+        raise ValueError("its header is nested too deeply") from error
     return dtype, shape, is_fortran
 
 
@@ -215,12 +218,13 @@ class _Rows:
 def _damage_named(path: str) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no file {path}") from error
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        if isinstance(error, CheckpointError | InvalidArgumentError):
-            raise
-        raise CheckpointDamagedError(f"{path} is no .npz of arrays, or it is damaged: {error}") from error
+    except (CentralStorageError, MemoryError):
+        raise
+    except Exception as error:  # the libraries let out whatever their parsers meet
+        raise CheckpointDamagedError(
+            f"{path} is no .npz of arrays, or it is damaged: {printable(str(error))[:200]}; save it again with "
+            "numpy.savez, or pass an intact copy"
+        ) from error
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .background import CheckpointOptions, is_async
 from .checkpoint import Checkpoint
 from .disk import SUFFIX, anchored, changed_at
 from .failures import Failures, Policy
+from .file_format import LARGEST_NUMBER
 from .graph import check, strategies_of
 
 __all__ = ["CheckpointManager"]
@@ -101,7 +102,8 @@ class CheckpointManager(Closed):
         is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
         if max_to_keep is not None and not (is_number and max_to_keep > 0):
             raise InvalidArgumentError(f"max_to_keep must be a number from 1, or None for all, not {max_to_keep!r}")
-        if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
+        is_name = isinstance(checkpoint_name, str) and bool(checkpoint_name)
+        if not is_name or os.path.basename(disk.path_of("checkpoint_name", checkpoint_name)) != checkpoint_name:
             raise InvalidArgumentError(
                 f"checkpoint_name must be the beginning of a file name, not {checkpoint_name!r}; pass the directory "
                 "as directory"
@@ -117,8 +119,10 @@ class CheckpointManager(Closed):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(f"checkpoint must be a cs.train.Checkpoint, not {checkpoint!r:.80}")
         self._checkpoint = checkpoint
-        self._directory = _directory(directory)
+        self._directory = disk.path_of("directory", directory)
         self._anchored = anchored(self._directory)
+        if os.path.exists(self._anchored) and not os.path.isdir(self._anchored):
+            raise InvalidArgumentError(f"directory {self._directory} is a file; name a directory for the checkpoints")
         self._max_to_keep = max_to_keep
         self._keep_every = None if hours is None else hours * 3600
         self._name = checkpoint_name
@@ -201,7 +205,7 @@ class CheckpointManager(Closed):
             and ``if_save_fails`` is ``"continue"``.
 
         Raises:
-            InvalidArgumentError: ``checkpoint_number`` is no whole number from 0 (a ValueError).
+            InvalidArgumentError: ``checkpoint_number`` is no whole number from 0 to 2**63 - 1 (a ValueError).
             CheckpointSaveError: The file system refuses, now or in the thread of the save before, or does not return
                 what was written (an OSError); names the path, and the bytes that were needed and are free. No older
                 checkpoint was deleted, and no draft is left.
@@ -352,12 +356,20 @@ class CheckpointManager(Closed):
                 return
             last = whole[len(whole) - count - 1]
             for path in found[: found.index(last) + 1]:
-                with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
-                    if path in self._skipped or not self._keeps(path):
-                        failpoint("save.delete")
-                        disk.remove(path)
+                if path in self._skipped or not self._keeps(path):
+                    failpoint("save.delete")
+                    self._delete(path)
         except OSError as error:
             _log.warning("older checkpoints in %s were not deleted: %s", self._directory, error)
+
+    def _delete(self, path: str) -> None:
+        """Delete a checkpoint. One that stays, such as a directory of that name, keeps no other one from going."""
+        try:
+            disk.remove(path)
+        except FileNotFoundError:  # another manager has deleted it
+            pass
+        except OSError as error:
+            _log.warning("an older checkpoint was not deleted: %s", error)
 
     def _keeps(self, path: str) -> bool:
         """Whether a checkpoint that is to be deleted is kept for good; if so, it is marked."""
@@ -379,7 +391,13 @@ class CheckpointManager(Closed):
 
     def _next_number(self) -> int:
         numbers = (number for number, _ in self._found())
-        return max([self._checkpoint._count, *numbers]) + 1  # noqa: SLF001
+        last = max([self._checkpoint._count, *numbers])  # noqa: SLF001
+        if last >= LARGEST_NUMBER:
+            raise CheckpointError(
+                f"no number comes after {last}, which the last checkpoint in {self._directory} has; move it "
+                "elsewhere, or save to another directory"
+            )
+        return last + 1
 
     def _deletable(self) -> list[str]:
         """The paths of those that are not kept for good, oldest first."""
@@ -396,25 +414,13 @@ class CheckpointManager(Closed):
         return os.path.join(self._anchored, f"{self._name}-{number}{SUFFIX}")
 
     def _found(self) -> list[tuple[int, str]]:
-        pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(SUFFIX)}")
+        pattern = re.compile(rf"{re.escape(self._name)}-([0-9]+){re.escape(SUFFIX)}")
         return sorted(
             (int(match[1]), name) for name in disk.names(self._anchored) if (match := pattern.fullmatch(name))
         )
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory}>"
-
-
-def _directory(directory: Any) -> str:
-    try:
-        path = os.fspath(directory)
-    except TypeError:
-        path = b""
-    if not isinstance(path, str) or "\0" in path:
-        raise InvalidArgumentError(
-            f"directory must be the path of a directory, a str or Path without NUL characters, not {directory!r:.80}"
-        )
-    return path
 
 
 def _check_interval(interval: Any, step_counter: Any) -> None:
@@ -442,6 +448,8 @@ def _whole_number(value: Any) -> int:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = -1
-    if number < 0:
-        raise InvalidArgumentError(f"checkpoint_number must be a whole number from 0, not {value!r}")
+    if not 0 <= number <= LARGEST_NUMBER:
+        raise InvalidArgumentError(
+            f"checkpoint_number must be a whole number from 0 to {LARGEST_NUMBER}, not {value!r:.80}"
+        )
     return number

@@ -8,6 +8,7 @@ from typing import Self
 
 from central_storage.core.public_objects import Closed
 from cs_proto.errors import CheckpointMismatchError
+from cs_proto.printable import printable
 
 __all__ = ["Status", "difference"]
 
@@ -86,4 +87,4 @@ def difference(missing: Iterable[str], unused: Iterable[str]) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     shown = sorted(names)
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+    return ", ".join(map(printable, shown[:20])) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import os
 import sys
 import zlib
@@ -33,7 +34,7 @@ from .file_format import (
     require_checksum,
 )
 
-__all__ = ["Stored", "reading", "reading_plain"]
+__all__ = ["Stored", "reading", "reading_plain", "regular"]
 
 _IS_LITTLE = sys.byteorder == "little"
 
@@ -251,7 +252,8 @@ def reading(path: str, doing: str = "restoring", *, from_disk: bool = False, kep
     Raises CheckpointError if there is none or this version does not read its format, CheckpointDamagedError if it is
     damaged or renamed, OSError if the file system refuses.
     """
-    with _opened(path, from_disk) as (file, size, header):
+    with regular(path, from_disk) as (file, size):
+        header = _header_of(path, file, size)
         index, places = parsed(path, header, size)
         twice = 2 * sum(nbytes for _, nbytes, _ in places.values())  # to check all, and to set all
         with automatic(f"{doing} {os.path.basename(path)}", twice, "B") as advance:
@@ -261,13 +263,14 @@ def reading(path: str, doing: str = "restoring", *, from_disk: bool = False, kep
 @contextlib.contextmanager
 def reading_plain(path: str) -> Iterator[Stored]:
     """As :func:`reading`, for a safetensors file of any program: its index is empty, and it has no checksums."""
-    with _opened(path) as (file, size, header):
-        yield Stored(path, file, {"also": {}}, parsed_plain(path, header, size), lambda count: None)
+    with regular(path) as (file, size):
+        places = parsed_plain(path, _header_of(path, file, size), size)
+        yield Stored(path, file, {"also": {}}, places, lambda count: None)
 
 
 @contextlib.contextmanager
-def _opened(path: str, from_disk: bool = False) -> Iterator[tuple[int, int, bytearray]]:
-    """An open regular file, its size, and its header."""
+def regular(path: str, from_disk: bool = False) -> Iterator[tuple[int, int]]:
+    """An open regular file, and its size. Raises as :func:`reading`."""
     file = _open(path)
     try:
         if from_disk:
@@ -275,7 +278,7 @@ def _opened(path: str, from_disk: bool = False) -> Iterator[tuple[int, int, byte
         size = disk.size_of(file)
         if size is None:
             raise damaged(path, "it is not a regular file")
-        yield file, size, _header_of(path, file, size)
+        yield file, size
     finally:
         disk.close(file)
 
@@ -289,6 +292,10 @@ def _open(path: str) -> int:
         hint = disk.newest_in(path.removesuffix(SUFFIX))
         raise CheckpointError(f"there is no checkpoint {path}{hint}") from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise damaged(path, "it is a link that leads back to itself") from error
+        if error.errno == errno.ENXIO:
+            raise damaged(path, "it is not a regular file") from error
         raise OSError(
             error.errno, f"{error.strerror}; make it readable, or restore another checkpoint", path
         ) from error

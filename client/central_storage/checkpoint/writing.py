@@ -208,6 +208,8 @@ class _Draft:
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or save to another file system"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "save to a directory that this user may write to"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "close files, or raise the limit (ulimit -n)"),
+    errno.EFBIG: "raise the limit (ulimit -f), or save to another file system",
     errno.EIO: "check the disk, and save to another one",
 }
 

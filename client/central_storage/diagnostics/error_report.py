@@ -21,7 +21,7 @@ from cs_proto.errors import LaunchError, ReplicaError, ReplicaLostError, Shutdow
 from cs_proto.frozen import fields_of, frozen, with_changes
 from cs_proto.messages import Died, Worker
 from cs_proto.printable import printable
-from cs_runtime.private_files import open_private
+from cs_runtime.private_files import open_private, read_file
 
 __all__ = ["ENVIRONMENT", "Failure", "Kind", "Known", "died_failure", "note_uncaught", "read", "write"]
 
@@ -122,10 +122,9 @@ def write(path: str, failure: Failure, exit_code: int) -> None:
 def read(path: str) -> Failure | None:
     """The failure in the file ``path``; None if there is no such file, or no failure in it."""
     try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
+        record = json.loads(read_file(path))
         return Failure(**{name: record[name] for name in fields_of(Failure)})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

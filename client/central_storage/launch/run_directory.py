@@ -17,11 +17,11 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
 
 from cs_proto.errors import ConfigurationError, LaunchError
 from cs_runtime.ancestors import why_replaceable
+from cs_runtime.private_files import read_file
 
 __all__ = ["RunDirectory", "clean_up", "is_free", "known", "place"]
 
@@ -81,7 +81,10 @@ class RunDirectory:
         if self._ours and not self.keep:
             _remove_tree(self.path)
         else:
-            _remove_content(self.path)
+            try:
+                _remove_content(self.path)
+            except OSError as error:  # something else has the name of one of our files
+                _log.warning("could not remove %s: %s", error.filename, error.strerror)
         if self._link is not None:
             _unlink(self._link)
         self.forget()
@@ -174,18 +177,30 @@ def _fresh() -> tuple[str, int]:
     found = {place: _why_unusable(place) for place in _places()}
     for place, objection in found.items():
         if objection is None:
-            while True:
-                path = os.path.join(place, f"cs-{os.urandom(4).hex()}")
-                with suppress(FileExistsError):
-                    os.mkdir(path, 0o700)
-                    lock = _lock(path)
-                    if lock is not None:  # otherwise the clean-up of another start has removed it before it was locked
-                        return path, lock
+            try:
+                return _made_in(place)
+            except OSError as error:  # it is full, perhaps
+                found[place] = f"nothing can be made ({error.strerror})"
     objections = "; ".join(f"in {place}, {objection}" for place, objection in found.items())
     raise LaunchError(
         f"there is no place for a run directory: {objections}; set XDG_RUNTIME_DIR or TMPDIR to a private directory "
         "with a short path"
     )
+
+
+def _made_in(place: str) -> tuple[str, int]:
+    """A new run directory in a place, and its lock. Raises OSError, and leaves nothing then."""
+    while True:
+        path = os.path.join(place, f"cs-{os.urandom(4).hex()}")
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            try:
+                lock = _lock(path)
+            except OSError:
+                _remove_tree(path)
+                raise
+            if lock is not None:  # otherwise the clean-up of another start has removed it before it was locked
+                return path, lock
 
 
 def _never(path: str) -> bool:
@@ -214,17 +229,27 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
             f"the run directory {path} must belong to you and be closed to other users (chmod 700)"
         )
     _refuse_replaceable(path)  # somebody may have been quicker
-    lock = _lock(path)
-    for _ in range(_TRIES):
-        if lock is None:  # who looks whether it is free holds it for a moment
-            time.sleep(_TRY_EVERY)
-            lock = _lock(path)
-    if lock is None:
-        holder = Path(path, "lock").read_text().strip() or "unknown"
-        raise LaunchError(
-            f"the run directory {path} is held by another run (supervisor pid {holder}); choose another one"
-        )
-    _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")  # left by a run that was killed
+    try:
+        lock = _lock(path)
+        for _ in range(_TRIES):
+            if lock is None:  # who looks whether it is free holds it for a moment
+                time.sleep(_TRY_EVERY)
+                lock = _lock(path)
+        if lock is None:
+            holder = read_file(os.path.join(path, "lock")).decode().strip() or "unknown"
+            raise LaunchError(
+                f"the run directory {path} is held by another run (supervisor pid {holder}); choose another one"
+            )
+        with ExitStack() as undo:
+            undo.callback(os.close, lock)
+            # Of a run that was killed.
+            _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")
+            undo.pop_all()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {path} cannot be used: {error.filename}: {error.strerror}; put that right, or choose "
+            "another directory"
+        ) from error
     return lock
 
 
@@ -258,8 +283,12 @@ def _lock(path: str) -> int | None:
     except (BlockingIOError, FileNotFoundError):
         os.close(lock)
         return None
-    os.truncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
+    try:
+        os.truncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+    except OSError as error:
+        os.close(lock)
+        raise OSError(error.errno, error.strerror, name) from error
     return lock
 
 

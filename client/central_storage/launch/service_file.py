@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from cs_proto.frozen import fields_of, frozen, with_changes
+from cs_runtime.private_files import read_file
 
 __all__ = ["FILE", "Kind", "ServiceFile", "origin", "typed"]
 
@@ -32,6 +33,8 @@ _DRAFT = f"{FILE}.draft"
 Kind = Literal["launcher", "script", "notebook", "serve", "in-process"]
 
 _SCRIPT_LIMIT = 500
+# No clock shows a later time, in seconds.
+_LATEST = 1 << 37
 
 
 @frozen
@@ -119,16 +122,17 @@ class ServiceFile:
     def read(cls, run_directory: str) -> ServiceFile | None:
         """The file in ``run_directory``. None if there is none that this version can read."""
         try:
-            read = json.loads(Path(run_directory, FILE).read_bytes())
+            read = json.loads(read_file(os.path.join(run_directory, FILE)))
             values = [read.get(name, "") if name in _LATER else read[name] for name in _FIELDS]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         devices = read["devices"]
         if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
             return None
         values[_FIELDS.index("devices")] = tuple(devices)
         is_right = all(isinstance(value, _TYPES.get(name, str)) for name, value in zip(_FIELDS, values, strict=True))
-        return cls(*values) if is_right and read["kind"] in get_args(Kind) else None
+        found = cls(*values) if is_right and read["kind"] in get_args(Kind) else None
+        return found if found is not None and _is_possible(found) else None
 
 
 _FIELDS = fields_of(ServiceFile)
@@ -140,6 +144,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "since": (int, float),
     "devices": tuple,
 }
+
+
+def _is_possible(file: ServiceFile) -> bool:
+    """Whether its numbers can be pids and a time."""
+    pids = file.supervisor, file.script_pid
+    return all(type(pid) is int and 0 <= pid < 1 << 31 for pid in pids) and 0 <= file.since < _LATEST
 
 
 def typed(words: Sequence[str]) -> str:

@@ -72,14 +72,20 @@ class ServiceKeys:
         """The keys that :func:`make_keys` has made.
 
         Raises ConfigurationError if a file is missing, is no key, if others could read or replace the secret one, if
-        they could write the key of a peer and so admit themselves, or if ``service.key``, where it is there, is not
-        the public key of the secret one: peers that have it would wait without end.
+        they could write the key of a peer and so admit themselves, if a file for a public key holds a secret one, or if
+        ``service.key``, where it is there, is not the public key of the secret one: peers that have it would wait
+        without end.
         """
         directory = _own_directory(directory)
         keys = cls(directory, *_pair(os.path.join(directory, _SERVICE + _SECRET)))
         _check_service(directory, keys.public)
         for role in _known(directory):
-            _check_public(keys._path(role))
+            if not _is_named(role):
+                raise ConfigurationError(
+                    f"the key {keys._path(role)!a} has a name that no peer has: 1 to 64 of the characters A-Z a-z 0-9 "
+                    ". _ -; rename or remove it"
+                )
+            read_public(keys._path(role))
         return keys
 
     def role_of(self, key: bytes) -> str:
@@ -91,7 +97,8 @@ class ServiceKeys:
         except (ConfigurationError, OSError) as error:
             _log.warning("nobody is admitted: %s", error)
             return ""
-        return next((role for role in known if key == _public_or_none(self._path(role))), "")
+        named = filter(_is_named, known)
+        return next((role for role in named if key == _public_or_none(self._path(role))), "")
 
     def places_of(self, role: str) -> int:
         """How many workers the machine with the key of this role may run: 1 if its file does not say it."""
@@ -356,6 +363,11 @@ def _is_of(kind: str, name: str) -> bool:
     return name == kind == _OBSERVER or name.startswith(f"{kind}-")
 
 
+def _is_named(role: str) -> bool:
+    """Whether a role is one that :func:`make_keys` could have given."""
+    return _NAME.fullmatch(role.partition("-")[2] or role) is not None
+
+
 def _own_directory(directory: str) -> str:
     """The absolute path. Raises ConfigurationError unless it is a directory that only this user can change."""
     directory = os.path.abspath(directory)
@@ -409,9 +421,16 @@ def _check_service(directory: str, public: bytes) -> None:
 
 
 def read_public(path: str) -> bytes:
-    """The public key in a file. Raises ConfigurationError if there is none, or if others may write it."""
+    """The public key in a file. Raises ConfigurationError if there is none, if others may write it, or if it also holds
+    the secret key, which others may read there."""
     _check_public(path)
-    return _loaded(path)[0]
+    public, secret = _loaded(path)
+    if secret is not None:
+        raise ConfigurationError(
+            f"the key {path} holds a secret key, and others may read such a file; put the public key alone there, and "
+            "make a new pair if somebody has read this one"
+        )
+    return public
 
 
 def _known(directory: str) -> list[str]:

@@ -30,6 +30,7 @@ import numpy as np
 from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
+from cs_runtime.private_files import read_file
 from cs_server.rules import MEAN_LANES, RULES, Array, Rule, reference, scalars
 
 from . import object_loader, programs
@@ -505,7 +506,7 @@ def _path(rule: Rule | None, name: str, dtype: np.dtype[Any], directory: Path) -
 def _read(path: Path) -> bytes | None:
     """The code that is kept there; None where there is none, or none that is whole."""
     try:
-        content = path.read_bytes()
+        content = read_file(str(path))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -522,9 +523,13 @@ def _keep(code: bytes, path: Path) -> None:
     """Whoever reads the file meanwhile finds all of it or nothing."""
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="compiling-")
-        with open(descriptor, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(name, path)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
     except OSError as error:
         _logger.warning("%s cannot be kept: %s", path, error)
 

@@ -98,11 +98,22 @@ def test_what_others_could_forge_is_not_read(place: Path, held: Held, tmp_path: 
     (place / "cs-89abcdef").symlink_to(tmp_path / "gone")
     (place / "cs-not-a-run").mkdir()
     assert services.find() == []
-    for content in ("[]", "{", '{"kind": 3}', '{"devices": 5}'):
+    for content in ("[]", "{", '{"kind": 3}', '{"devices": 5}', "[" * 100_000):
         directory = held()
         Path(directory.path, FILE).write_text(content)
         assert ServiceFile.read(directory.path) is None
         directory.remove()
+
+
+def test_a_pipe_or_a_device_in_the_place_of_the_file_is_none(held: Held) -> None:
+    directory = held()
+    file = Path(directory.path, FILE)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    assert services.choose(directory.path).file is None
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert services.choose(directory.path).file is None
 
 
 def test_the_file_is_private_and_changes_as_a_whole(held: Held) -> None:
@@ -152,10 +163,17 @@ def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) 
     assert origin() == ("/home/me/a.ipynb", "notebook")
 
 
-@pytest.mark.parametrize("devices", [5, "cpu:0", [5], None])
-def test_a_file_of_another_kind_is_none(held: Held, devices: object) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("devices", value) for value in (5, "cpu:0", [5], None)),
+        *(("since", value) for value in (float("nan"), float("inf"), -1e300, 1e300)),
+        *((field, value) for field in ("supervisor", "script_pid") for value in (-1, 1 << 31, True, 1.0)),
+    ],
+)
+def test_a_file_of_another_kind_is_none(held: Held, field: str, value: object) -> None:
     directory = held()
     path = Path(directory.path, FILE)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "devices": devices}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     assert ServiceFile.read(directory.path) is None
     assert [entry.path for entry in services.find()] == [directory.path]

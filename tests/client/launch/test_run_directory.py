@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -9,7 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,67 @@ def test_a_given_directory_must_be_private_and_short(runtime: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"mine\\udcff' is not UTF-8 text; choose another name"):
         RunDirectory(os.fsdecode(os.fsencode(runtime) + b"/mine\xff"))
     assert not os.path.exists(os.fsencode(runtime) + b"/mine\xff")
+
+
+@pytest.mark.parametrize("name", ["lock", "server", "service.json"])
+def test_a_given_directory_in_which_something_else_has_a_name_of_ours_is_refused(name: str, runtime: Path) -> None:
+    given = runtime / "given"
+    (given / name).mkdir(parents=True)
+    given.chmod(0o700)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigurationError, match=f"{given}/{name}: Is a directory; put that right"):
+        RunDirectory(str(given))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])
+def test_a_lock_that_is_no_file_is_refused(make: Callable[[Path], None], runtime: Path) -> None:
+    given = runtime / "given"
+    given.mkdir(mode=0o700)
+    make(given / "lock")
+    with pytest.raises(ConfigurationError, match=r"given/lock: .*; put that right, or choose"):
+        RunDirectory(str(given))
+
+
+def _full(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Nothing can be written to the locks in ``place``."""
+    write = os.write
+
+    def refuse(file: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{file}").startswith(str(place)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", refuse)
+
+
+def test_a_place_that_is_full_is_passed_over_and_nothing_stays_there(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _full(monkeypatch, runtime)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    directory = RunDirectory()
+    assert os.path.dirname(directory.path) == os.environ["TMPDIR"]
+    directory.remove()
+    assert list(runtime.iterdir()) == []
+    _full(monkeypatch, Path("/"))
+    with pytest.raises(LaunchError, match=r"nothing can be made \(No space left on device\); .*; set XDG_RUNTIME_DIR"):
+        RunDirectory()
+    with pytest.raises(ConfigurationError, match=r"given/lock: No space left on device; put that right"):
+        RunDirectory(str(runtime / "given"))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_directory_that_took_the_name_of_a_file_meanwhile_stays(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = runtime / "given"
+    given.mkdir(mode=0o700)
+    directory = RunDirectory(str(given))
+    (given / "server").mkdir()
+    directory.remove()
+    assert "given/server: Is a directory" in caplog.text
+    RunDirectory().remove()
 
 
 def test_a_given_directory_is_refused_where_others_could_replace_it(runtime: Path) -> None:

@@ -153,6 +153,37 @@ def test_a_public_key_that_others_may_write_admits_nobody(
         ObserverKeys.read(str(tmp_path / "there-observer"))
 
 
+def test_a_secret_key_in_the_place_of_a_public_one_is_refused(keys: str, tmp_path: Path) -> None:
+    """Others may read the file of a public key."""
+    service, observer = ServiceKeys.read(keys), observer_of(keys, tmp_path)
+    for name in ("observer", "service"):
+        public = Path(keys, f"{name}.key")
+        before = public.read_text()
+        public.write_text(Path(keys, f"{name}.key_secret").read_text())
+        with pytest.raises(ConfigurationError, match=rf"{name}\.key holds a secret key, and others may read"):
+            ServiceKeys.read(keys)
+        assert (service.role_of(observer.public) == "observer") is (name != "observer")
+        public.write_text(before)
+    assert ServiceKeys.read(keys).role_of(observer.public) == "observer"
+
+
+@pytest.mark.parametrize("name", ["observer-\udcff", "observer-\x1b[2J", "observer-a\nb", "worker-" + "a" * 65])
+def test_a_key_whose_name_no_peer_has_admits_nobody(keys: str, tmp_path: Path, name: str) -> None:
+    service, observer = ServiceKeys.read(keys), observer_of(keys, tmp_path)
+    os.rename(os.path.join(keys, "observer.key"), os.path.join(keys, f"{name}.key"))
+    assert service.role_of(observer.public) == ""  # ZeroMQ and the log get the role
+    with pytest.raises(ConfigurationError, match=r"has a name that no peer has: .*; rename or remove") as raised:
+        ServiceKeys.read(keys)
+    assert str(raised.value).isascii()
+    assert str(raised.value).isprintable()
+
+
+def test_a_damaged_key_of_a_peer_is_named_at_the_start(keys: str) -> None:
+    Path(keys, "observer.key").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match=r"observer\.key holds no key"):
+        ServiceKeys.read(keys)
+
+
 @pytest.fixture
 def another(tmp_path: Path) -> Path:
     """A directory with other keys of the same names."""

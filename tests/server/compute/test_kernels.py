@@ -1,8 +1,10 @@
 """Compiled kernels against the reference, bit for bit; what is refused before memory is touched."""
 
 import ctypes
+import os
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,3 +331,19 @@ def test_a_share_that_could_not_be_made_is_made_by_the_next_update(monkeypatch: 
 
 
 # The kept code. Every load below is a process of its own, as a server is.
+
+
+def test_code_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.code")
+    (tmp_path / "device.code").symlink_to("/dev/zero")
+    for name in ("pipe.code", "device.code"):
+        assert kernels._read(tmp_path / name) is None
+        kernels._keep(b"code", tmp_path / name)
+        assert kernels._read(tmp_path / name) == b"code"
+
+
+def test_code_that_cannot_be_kept_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x.code").mkdir()
+    kernels._keep(b"code", tmp_path / "x.code")
+    assert os.listdir(tmp_path) == ["x.code"]
+    assert "x.code cannot be kept" in caplog.text

@@ -25,6 +25,7 @@ def run_directories(proc: Path = Path("/proc"), environment: Mapping[str, str] =
     where = place()
     try:
         directory = RunDirectory()
+        where = os.path.dirname(directory.path)  # another one if that is full
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                 listener.bind(os.path.join(directory.path, "supervisor"))
@@ -37,7 +38,6 @@ def run_directories(proc: Path = Path("/proc"), environment: Mapping[str, str] =
     except OSError as error:
         yield bad("run directories", f"none can be made in {where} ({error.strerror})", _SHORTER)
         return
-    assert where is not None  # the directory was made there
     kind = _file_system(where, proc)
     text = f"in {where} ({kind or 'unknown file system'}), closed to other users"
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
@@ -46,7 +46,7 @@ def run_directories(proc: Path = Path("/proc"), environment: Mapping[str, str] =
             break
         if named:
             objection = why_replaceable(os.path.join(os.path.realpath(named), "cs"))
-            text += f"; {name} is not used: {objection or 'it is too long for sockets, not there, or not yours'}"
+            text += f"; {name} is not used: {objection or 'it is full, too long for sockets, not there, or not yours'}"
     if kind.startswith(_FAR):
         yield slower("run directories", f"{text}; it is not a local file system", _SHORTER)
     else:

@@ -39,6 +39,8 @@ _OUTPUT_LIMIT = 8192
 _QUEUE_NBYTES = 1 << 20
 # When this many records wait, the peer counts as one that never reads again.
 _QUEUE_RECORDS = 10_000
+# So does a peer for which this many descriptors wait. A process asks for the next segment when it has the one before.
+_QUEUE_DESCRIPTORS = 64
 
 
 class Peer:
@@ -56,6 +58,7 @@ class Peer:
         self._on_end = on_end
         self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._queued_nbytes = 0
+        self._queued_descriptors = 0
         self._dropped = 0
         link.setblocking(False)
         loop.on_readable(link.fileno(), self._read)
@@ -101,20 +104,21 @@ class Peer:
             return
         self._loop.forget(self._link.fileno())
         with suppress(OSError):  # unread packets would give the peer an error instead of our last records
+            self._link.shutdown(socket.SHUT_RD)  # a peer that never stops sending would keep us here
             while self._link.recv(PACKET_NBYTES):
                 pass
         self._link.close()
         for _, descriptors in self._queue:
             _close(descriptors)
         self._queue.clear()
-        self._queued_nbytes = 0
+        self._queued_nbytes = self._queued_descriptors = 0
 
     def _post(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
         if self.closed:
             _close(descriptors)
             return
         self._enqueue(packet, descriptors)
-        if len(self._queue) > _QUEUE_RECORDS:
+        if len(self._queue) > _QUEUE_RECORDS or self._queued_descriptors > _QUEUE_DESCRIPTORS:
             self._end("does not read")
         else:
             self._flush()
@@ -122,6 +126,7 @@ class Peer:
     def _enqueue(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
         self._queue.append((packet, descriptors))
         self._queued_nbytes += len(packet)
+        self._queued_descriptors += len(descriptors)
 
     def _flush(self) -> None:
         while self._queue:
@@ -139,6 +144,7 @@ class Peer:
                 return
             self._queue.popleft()
             self._queued_nbytes -= len(packet)
+            self._queued_descriptors -= len(descriptors)
             _close(descriptors)
             if self._dropped and self._queued_nbytes < _QUEUE_NBYTES // 2:
                 notice = f"[supervisor] {self._dropped} lines were dropped: the script did not read them in time\n"

@@ -172,7 +172,8 @@ class LogFiles:
         return os.path.join(self.directory, f"{label}.log")
 
     def _open(self, label: str) -> int:
-        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        # Without O_NONBLOCK, a pipe of this name would wait for its reader.
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(self._path(label), how, 0o600)
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ def test_a_place_that_is_passed_over_is_told(where: Path, tmp_path: Path) -> Non
     environment = {"XDG_RUNTIME_DIR": "/run/user/0/" + "long" * 30, "TMPDIR": str(where)}
     [finding] = places.run_directories(tmp_path, environment)
     assert finding.text == (
-        f"in {where} (unknown file system), closed to other users; XDG_RUNTIME_DIR is not used: it is too long for "
-        "sockets, not there, or not yours"
+        f"in {where} (unknown file system), closed to other users; XDG_RUNTIME_DIR is not used: it is full, too "
+        "long for sockets, not there, or not yours"
     )
 
 
@@ -81,21 +81,41 @@ def test_no_place_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "short path" in finding.remedy
 
 
-@pytest.mark.parametrize("call", ["os.mkdir", "socket.socket.bind"])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("os.mkdir", "there is no place for a run directory: in {}, nothing can be made (No space left on device)"),
+        ("central_storage.launch.checks.places.socket.socket", "none can be made in {} (No space left on device)"),
+    ],
+)
 def test_a_place_that_takes_no_directory_or_socket_is_bad(
-    where: Path, call: str, monkeypatch: pytest.MonkeyPatch
+    where: Path, call: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        if call == "os.mkdir":
-            patch.setattr(call, full)
-        else:
-            patch.setattr(places.socket, "socket", full)
+        patch.setattr(call, full)
         [finding] = places.run_directories()
-    assert (finding.level, finding.text) == ("bad", f"none can be made in {where} (No space left on device)")
+    assert finding.level == "bad"
+    assert finding.text.startswith(says.format(where))
     assert "XDG_RUNTIME_DIR" in finding.remedy
+
+
+def test_a_place_that_is_full_is_not_the_one_that_is_used(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("central_storage.launch.run_directory._places", lambda: [str(where), os.environ["TMPDIR"]])
+    mkdir = os.mkdir
+
+    def full(path: str, mode: int = 0o777) -> None:
+        if os.path.dirname(path) == str(where):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.mkdir", full)
+        [finding] = places.run_directories(environment={"TMPDIR": str(where)})
+    assert finding.text.startswith(f"in {os.environ['TMPDIR']} (")
+    assert "TMPDIR is not used: it is full, " in finding.text
 
 
 @pytest.mark.parametrize("variable", ["CS_CACHE_DIR", "XDG_CACHE_HOME"])

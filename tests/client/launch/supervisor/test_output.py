@@ -129,6 +129,14 @@ def test_log_files_outlive_a_run_directory_beside_them(tmp_path: Path) -> None:
         assert os.path.samefile(logs.directory, tmp_path / "cs-01234567-logs")
 
 
+def test_a_pipe_in_the_place_of_a_log_file_holds_up_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = LogFiles(str(tmp_path))
+    os.mkfifo(tmp_path / "w0.log")
+    logs.write("w0", ["lost"])
+    logs.close()
+    assert f"nothing more is written to {tmp_path}/w0.log" in caplog.text
+
+
 def test_log_files_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=f"cannot be written to {tmp_path}/file/x: Not a directory"):
