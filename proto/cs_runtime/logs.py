@@ -22,7 +22,7 @@ __all__ = ["VALUES", "Complaints", "Formatter", "MessagesFile", "asked_level"]
 VALUES = "CS_LOG_VALUES"
 
 # Lines in one second about one peer, and about all peers.
-_OF_A_PEER, _OF_ALL = 3, 10
+_OF_A_PEER, _OF_ALL = 1, 4
 
 
 class Formatter(logging.Formatter):
@@ -63,7 +63,7 @@ def asked_level(default: int) -> int:
 
 
 class Complaints:
-    """Warnings about what peers do: in one second at most three about each peer and ten about all of them. The next
+    """Warnings about what peers do: in one second at most one about each peer and four about all of them. The next
     line says how many were left out. For one thread."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

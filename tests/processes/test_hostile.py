@@ -48,8 +48,8 @@ from cs_proto.messages import (
 
 MIB = 1 << 20
 CONNECTIONS = 10_000
-#: More lines a second than this would be a flood: complaints are at most ten a second for each of four processes.
-MOST_LINES = 40
+#: More lines a second than this would be a flood: complaints are at most four a second for each of four processes.
+MOST_LINES = 16
 
 _VALUE = array_of(np.arange(100.0))
 _BYTES = array_of(np.zeros(800, np.uint8))
