@@ -1,7 +1,9 @@
 """The training of ``training.py`` by Ray Train, with two ranks and its rows in Ray Data, as a test asks for.
 
-    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the worker
-    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank
+    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the row
+                                                   # servers, then the worker; the rows do not travel through the script
+    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank; each
+                                                   # replica compares its rows with those that the script has sent
     python tests/ray/trained.py STORAGE refused    # does not train: prints the errors of the function
 
 The others print at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
@@ -18,25 +20,30 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow
 import ray
 import ray.data
 import ray.train
 from training import BATCH, STEPS, Training, batches
 
 import central_storage as cs
-from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore
+from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore, row_numbers, rows
 
 #: A checkpoint is reported after every so many steps. When a report returns, Ray may not know of its checkpoint yet,
 #: but it knows of the one before.
 EVERY = 3
 #: For each start, what is killed after which step.
-KILLS = {"kept": [{7: "launcher", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
+KILLS = {"kept": [{7: "launcher", 9: "row servers", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
 
 
 def train(config: dict[str, Any]) -> str:
     """Train, and report a checkpoint after every few steps and at the end."""
     strategy = cs.CentralStorageStrategy()
-    training = Training(strategy, 0.1, dataset_shard(batch_size=BATCH))
+    fetched = watch_blocks()
+    if config["compares"]:
+        training = Training(strategy, 0.1, Both(), same_rows)
+    else:
+        training = Training(strategy, 0.1, row_numbers().batch(BATCH), lambda numbers: rows(numbers)["data"])
     is_restored = restore(training.checkpoint)
     begun = int(training.optimizer.iterations)
     assert is_restored == (begun > 0)
@@ -54,14 +61,54 @@ def train(config: dict[str, Any]) -> str:
 
     with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
         digest = training.run(after, lookahead=0)
-    report({"done": STEPS, "digest": digest, "replicas": strategy.num_replicas_in_sync}, training.checkpoint)
+    of_training = len(fetched)
+    next(iter(dataset_shard(batch_size=BATCH)))
+    metrics = {"digest": digest, "replicas": strategy.num_replicas_in_sync}
+    metrics["fetched"] = f"{of_training} {of_training < len(fetched)}"
+    report({"done": STEPS, **metrics}, training.checkpoint)
     return digest
+
+
+class Both:
+    """Batches, and the numbers of their rows."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(dataset_shard(batch_size=BATCH), row_numbers().batch(BATCH), strict=True)
+
+
+def same_rows(both: tuple[Any, Any]) -> Any:
+    """The rows of a replica, which are the same ones either way."""
+    sent, numbers = both
+    found = rows(numbers)["data"]
+    assert found.dtype == sent["data"].dtype
+    assert np.array_equal(found, sent["data"])
+    return found
+
+
+def watch_blocks() -> list[pyarrow.Table]:
+    """All blocks of Ray Data that this process fetches from now on."""
+    fetched = []
+    get = ray.get
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        found = get(*arguments, **more)
+        several = found if isinstance(found, list) else [found]
+        fetched.extend(each for each in several if isinstance(each, pyarrow.Table))
+        return found
+
+    ray.get = watched
+    return fetched
 
 
 def kill(what: str) -> None:
     """Kill a process of this training: the only one on these nodes."""
     if what == "rank 0":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "row servers":
+        one, other = row_servers()
+        one.kill()
+        other.kill()
+        return
     [launcher] = [each for each in launchers() if each.ppid() != os.getpid()]
     if what == "launcher":
         launcher.kill()
@@ -80,10 +127,19 @@ def launchers() -> Iterator[psutil.Process]:
             yield process
 
 
+def row_servers() -> Iterator[psutil.Process]:
+    """The actors that have the rows."""
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [""])[0].startswith("ray::RowServer"):
+            yield process
+
+
 def refuse() -> None:
     """Raise an error that holds what the function is told about calls that make no sense."""
     calls: list[Callable[[], object]] = [
         lambda: dataset_shard("other", batch_size=1),
+        lambda: row_numbers("other"),
+        lambda: row_numbers("empty"),
         lambda: dataset_shard(batch_size=0),
         lambda: dataset_shard(batch_size="1"),  # type: ignore[arg-type]
         lambda: report(5),  # type: ignore[arg-type]
@@ -117,8 +173,9 @@ def main(storage: str, what: str) -> None:
             "starts": starts,
             "events": f"{storage}/events",
             "kills": KILLS.get(what, []),
+            "compares": what == "killed",
         },
-        datasets={"train": blocks},
+        datasets={"train": blocks, "empty": ray.data.range(0)},
         scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(
             name=what,
@@ -139,6 +196,7 @@ def main(storage: str, what: str) -> None:
         result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
     print("starts", *Path(starts).read_text().split())
     print("reported", *result.metrics_dataframe["done"])
+    print("fetched", result.metrics["fetched"])
     print("checkpoint", *sorted(os.listdir(result.checkpoint.path)))
     print("digest", result.metrics["replicas"], result.metrics["digest"], flush=True)
 
