@@ -65,6 +65,21 @@ def test_rows_in_any_order_from_any_blocks(numbers: list[int]) -> None:
     assert not found["x"].flags.writeable
 
 
+class OnGpu:
+    """An array of CuPy, as NumPy sees it."""
+
+    __cuda_array_interface__ = None
+
+    def get(self) -> np.ndarray:
+        return np.array([1, 0])
+
+
+@pytest.mark.usefixtures("in_a_replica")
+def test_numbers_on_a_gpu() -> None:
+    with serving("train", block(0, 2)):
+        assert rows(OnGpu())["text"].tolist() == ["1", "0"]
+
+
 @pytest.mark.parametrize("number", [-1, 5])
 @pytest.mark.usefixtures("in_a_replica")
 def test_a_row_that_is_not_there(number: int) -> None:

@@ -105,9 +105,10 @@ def kill(what: str) -> None:
     if what == "rank 0":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "row servers":
-        one, other = row_servers()
-        one.kill()
-        other.kill()
+        servers = [*row_servers()]
+        assert servers
+        for server in servers:
+            server.kill()
         return
     [launcher] = [each for each in launchers() if each.ppid() != os.getpid()]
     if what == "launcher":
