@@ -45,7 +45,6 @@ class Host:
         try:
             from central_storage.launch.packages import python_path
             from central_storage.launch.parent_death import end_with_parent
-            from central_storage.ray.row_client import VARIABLE
             from cs_proto.messages import PROTOCOL
             from cs_proto.version import __version__
         except ImportError as error:
@@ -58,6 +57,8 @@ class Host:
                 "refused": f"has central-storage {__version__} (protocol {PROTOCOL}), and this machine has {version} "
                 f"(protocol {protocol}); install the same version on all nodes"
             }
+        from central_storage.ray.row_client import VARIABLE
+
         path = python_path(os.environ)
         parent = os.getpid()
         gpus = len(ray.get_gpu_ids())

@@ -131,8 +131,8 @@ class _Training:
     datasets: frozenset[str]
     #: The name of the training for its row servers.
     name: str
-    #: By the name of the data set: the number of its rows, and its row servers, which Ray ends when nothing refers to
-    #: them. The first of them are references to the blocks, which this process owns.
+    #: By the name of the data set: the number of its rows, and its blocks and row servers, which Ray drops when nothing
+    #: here refers to them.
     tables: dict[str, tuple[int, list[Any]]]
 
 
@@ -261,7 +261,7 @@ def row_numbers(name: str = "train") -> Dataset:
             for node in ray.get(training.head.nodes.remote())
         ]
         ray.get([server.is_up.remote() for server in servers])
-        training.tables[name] = sum(counts), servers
+        training.tables[name] = sum(counts), blocks + servers
     return Dataset.range(training.tables[name][0])
 
 
