@@ -50,7 +50,8 @@ def serving(name: str, *blocks: pyarrow.Table) -> Iterator[RowServer]:
     try:
         yield server
     finally:
-        server.end()
+        server._server.shutdown()  # which only a test does: Ray ends the process
+        server._server.server_close()
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4], [3, 4], [4, 0, 3, 3, 1], [2], []])

@@ -77,17 +77,10 @@ class RowServer:
         """Serves the rows of the data set ``name``, in the training and on the node that ``where`` names."""
         self._server = _Server(address(where, name), _Answer)
         self._server.table = Table(blocks, counts)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="central-storage-rows", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, name="central-storage-rows", daemon=True).start()
 
     def is_up(self) -> None:
         """Returns when it listens."""
-
-    def end(self) -> None:
-        """Answer no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
