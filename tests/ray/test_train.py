@@ -19,6 +19,8 @@ import central_storage as cs
 from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore, row_numbers
 
 HERE = Path(__file__).parent
+#: Without the process that each start has for news of machines that a cloud takes back.
+WITHOUT_WATCHER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 pytestmark = pytest.mark.timeout(unit(240))
 
@@ -31,7 +33,7 @@ def bits() -> str:
 
 def fit(cluster: Running, storage: Path, what: str) -> list[str]:
     """The output of a training, after which nothing is left."""
-    environment = {**cluster.environment, **QUICK}
+    environment = {**cluster.environment, **QUICK, **WITHOUT_WATCHER}
     ended = run(HERE / "trained.py", storage, what, environment=environment, timeout=unit(220)).ok()
     assert living_after(unit(20), of_trainings(cluster)) == []
     assert run_directories() == []

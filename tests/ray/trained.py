@@ -4,7 +4,8 @@
                                                    # servers, then the worker; the rows do not travel through the script
     python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank; each
                                                    # replica compares its rows with those that the script has sent
-    python tests/ray/trained.py STORAGE refused    # does not train: prints the errors of the function
+    python tests/ray/trained.py STORAGE refused    # does not train: compares the batches of the script, and prints the
+                                                   # errors of the function
 
 The others print at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
 """
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +124,25 @@ def kill(what: str) -> None:
 
 def launchers() -> Iterator[psutil.Process]:
     """The launchers of workers by this Python."""
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
+    for process, command in on_these_nodes():
         if command[:1] == [sys.executable] and "central_storage.ray.node" in command:
             yield process
 
 
 def row_servers() -> Iterator[psutil.Process]:
     """The actors that have the rows."""
-    for process in psutil.process_iter(["cmdline"]):
-        if (process.info["cmdline"] or [""])[0].startswith("ray::RowServer"):
+    for process, command in on_these_nodes():
+        if command[:1] and command[0].startswith("ray::RowServer"):
             yield process
+
+
+def on_these_nodes() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """The processes of the program that keeps these nodes, with their command lines."""
+    program = str(Path(__file__).with_name("cluster.py"))
+    [keeper] = [each for each in psutil.Process().parents() if program in each.cmdline()]
+    for process in keeper.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            yield process, process.cmdline()
 
 
 def refuse() -> None:
@@ -156,17 +166,25 @@ def refuse() -> None:
     raise KeyError(*said)
 
 
-def main(storage: str, what: str) -> None:
-    """Train, and print what comes of it."""
-    ray.init(log_to_driver=False)
-    parts = np.split(np.concatenate(batches()), [50, 57, 120])  # which are no batches
-    blocks = ray.data.from_numpy(parts).map_batches(lambda rows: rows, batch_size=None)  # each by a task of its own
+def compare(blocks: ray.data.Dataset) -> None:
+    """The batches of the script have the rows in their order, and in each iteration the same ones."""
     first, *_ = dataset(blocks, batch_size=BATCH)
     assert np.array_equal(first["data"], batches()[0])
     # The second iteration has the rows of the first one, which a new process would get. Ray 2.52 may have ints only.
     shuffled = dataset(blocks.random_shuffle(seed=getattr(ray.data, "RandomSeedConfig", int)(1)), batch_size=BATCH)
     once, again = (np.concatenate([batch["data"] for batch in shuffled]) for _ in range(2))
     assert np.array_equal(once, again)
+
+
+def main(storage: str, what: str) -> None:
+    """Train, and print what comes of it."""
+    ray.init(log_to_driver=False)
+    items = [{"data": row} for row in np.concatenate(batches()).tolist()]
+    parts = ray.data.from_items(items, override_num_blocks=5)  # which are no batches
+    # Each by a task of its own, of which two run at once: more would be more processes, and no more disorder.
+    blocks = parts.map_batches(lambda rows: rows, batch_size=None, concurrency=2)
+    if what == "refused":
+        compare(blocks)
     starts = f"{storage}/starts"
     trainer = CentralStorageTrainer(
         refuse if what == "refused" else train,
