@@ -73,7 +73,7 @@ test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX,
 	@$(PYTEST) tests/interop/jax client/central_storage/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
 
 test-ray: $(VENV)/.installed-ray$(RAY)  ## Ray, which is installed first (RAY=2.52.1: the oldest): workers that it places, actors, trials of Tune, Train and Data
-	@$(BIN)/python -m pytest -p tests.harness.progress tests/ray  # in one process: the tests share nodes of Ray
+	@$(PYTEST) -n 2 tests/ray  # each of the two has nodes of Ray of its own
 
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
 	@tests/tools/run $(BIN)/python

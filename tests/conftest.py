@@ -107,12 +107,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # These open their files here rather than in the first test, which would leave them behind.
     configure_logging("script")
     stacks.keep_ready()
-    config.stash[_watch] = Watch(os.environ[MARK])
+    if config.getoption("dist", "no") == "no":  # otherwise the workers of xdist run the tests, and look themselves
+        config.stash[_watch] = Watch(os.environ[MARK])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the session's directory."""
-    config.stash[_watch].close()
+    if _watch in config.stash:
+        config.stash[_watch].close()
     shutil.rmtree(config.stash[_directory], ignore_errors=True)
 
 

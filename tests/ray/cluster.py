@@ -15,13 +15,16 @@ import time
 
 from ray.cluster_utils import Cluster
 
+#: Of the head: nobody asks for more nodes, and nobody reads what its processes print.
+HEAD = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+
 
 def main(directory: str, cpus: str) -> None:
     """Start the nodes, kill some, and end all when told to."""
     os.environ["RAY_TMPDIR"] = directory
     node = {"num_cpus": int(cpus), "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
     told = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**node, **HEAD})
     nodes = [cluster.add_node(**node) for _ in range(2)]
     # Only now, because Ray's processes would inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, told)
@@ -42,7 +45,7 @@ def main(directory: str, cpus: str) -> None:
             for each in (cluster.head_node, *nodes):
                 cluster.remove_node(each, allow_graceful=False)
             print("headless", flush=True)
-            cluster.add_node(**node, include_dashboard=False, gcs_server_port=port)
+            cluster.add_node(**node, **HEAD, gcs_server_port=port)
             nodes = [cluster.add_node(**node) for _ in range(2)]
             print("again", flush=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, told)

@@ -1,4 +1,4 @@
-"""One node and one cluster of Ray for all tests of this folder: their start takes longer than most of them."""
+"""One node and one cluster of Ray for all tests of a process: their start takes longer than most of them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class Running:
 def kept(program: str, cpus: int, **more: str) -> Iterator[Running]:
     """Nodes on loopback, which ``program`` keeps, with ``more`` in the environment. All that Ray has started is gone
     afterwards."""
-    directory = tempfile.mkdtemp(prefix="ray-")  # a short path, for Ray's sockets
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short path, for Ray's sockets
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # stay on loopback
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # no processes that few programs use
         "PYTHONWARNINGS": "default",  # Ray's own are not ours
         **more,
     }

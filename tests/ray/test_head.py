@@ -73,7 +73,7 @@ def test_a_worker_does_not_wait_for_a_service_that_cannot_be_started(monkeypatch
     head = Head()
 
     async def whole() -> None:
-        admission = asyncio.ensure_future(head.admit("worker-0", "key"))
+        admission = asyncio.ensure_future(head.admit("worker-0", "key", "node"))
         with pytest.raises(FileNotFoundError):
             await head.serve(2, "127.0.0.1")
         with pytest.raises(LaunchError, match="did not start"):

@@ -14,7 +14,7 @@ from central_storage.ray import seat
 from central_storage.ray.seat import Seat
 from cs_proto.errors import LaunchError
 
-OPENED = {"address": "10.0.0.7", "key": "key"}
+OPENED = {"address": "10.0.0.7", "node": "node", "key": "key"}
 
 
 class Hosts:
@@ -25,7 +25,7 @@ class Hosts:
         self.starts = list(starts)
         self.is_last_one_running, self._is_told = threading.Event(), threading.Event()
 
-    def open(self, version: str, protocol: int) -> dict[str, str]:
+    def open(self, version: str, protocol: int, training: str) -> dict[str, str]:
         start = self.starts.pop(0)
         if isinstance(start, OSError):
             raise start
@@ -53,7 +53,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hosts], Seat]:
     def made(hosts: Hosts) -> Seat:
         monkeypatch.setattr(seat, "Host", lambda: hosts)
         monkeypatch.setattr(seat, "ray", SimpleNamespace(get=lambda answer: answer))
-        return Seat("worker-1", SimpleNamespace(admit=call(("tcp://10.0.0.4:1", "key")), is_over=call(False)), "1", 1)
+        return Seat(
+            "worker-1",
+            "training",
+            SimpleNamespace(admit=call(("tcp://10.0.0.4:1", "key")), is_over=call(False)),
+            "1",
+            1,
+        )
 
     return made
 

@@ -1,8 +1,11 @@
 """The training of ``training.py`` by Ray Train, with two ranks and its rows in Ray Data, as a test asks for.
 
-    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the worker
-    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank
-    python tests/ray/trained.py STORAGE refused    # does not train: prints the errors of the function
+    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the row
+                                                   # servers, then the worker; the rows do not travel through the script
+    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank; each
+                                                   # replica compares its rows with those that the script has sent
+    python tests/ray/trained.py STORAGE refused    # does not train: compares the batches of the script, and prints the
+                                                   # errors of the function
 
 The others print at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
 """
@@ -13,30 +16,36 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow
 import ray
 import ray.data
 import ray.train
 from training import BATCH, STEPS, Training, batches
 
 import central_storage as cs
-from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore
+from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore, row_numbers, rows
 
 #: A checkpoint is reported after every so many steps. When a report returns, Ray may not know of its checkpoint yet,
 #: but it knows of the one before.
 EVERY = 3
 #: For each start, what is killed after which step.
-KILLS = {"kept": [{7: "launcher", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
+KILLS = {"kept": [{7: "launcher", 9: "row servers", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
 
 
 def train(config: dict[str, Any]) -> str:
     """Train, and report a checkpoint after every few steps and at the end."""
     strategy = cs.CentralStorageStrategy()
-    training = Training(strategy, 0.1, dataset_shard(batch_size=BATCH))
+    fetched = watch_blocks()
+    if config["compares"]:
+        training = Training(strategy, 0.1, Both(), same_rows)
+    else:
+        training = Training(strategy, 0.1, row_numbers().batch(BATCH), lambda numbers: rows(numbers)["data"])
     is_restored = restore(training.checkpoint)
     begun = int(training.optimizer.iterations)
     assert is_restored == (begun > 0)
@@ -54,14 +63,55 @@ def train(config: dict[str, Any]) -> str:
 
     with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
         digest = training.run(after, lookahead=0)
-    report({"done": STEPS, "digest": digest, "replicas": strategy.num_replicas_in_sync}, training.checkpoint)
+    of_training = len(fetched)
+    next(iter(dataset_shard(batch_size=BATCH)))
+    metrics = {"digest": digest, "replicas": strategy.num_replicas_in_sync}
+    metrics["fetched"] = f"{of_training} {of_training < len(fetched)}"
+    report({"done": STEPS, **metrics}, training.checkpoint)
     return digest
+
+
+class Both:
+    """Batches, and the numbers of their rows."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(dataset_shard(batch_size=BATCH), row_numbers().batch(BATCH), strict=True)
+
+
+def same_rows(both: tuple[Any, Any]) -> Any:
+    """The rows of a replica, which are the same ones either way."""
+    sent, numbers = both
+    found = rows(numbers)["data"]
+    assert found.dtype == sent["data"].dtype
+    assert np.array_equal(found, sent["data"])
+    return found
+
+
+def watch_blocks() -> list[pyarrow.Table]:
+    """All blocks of Ray Data that this process fetches from now on."""
+    fetched = []
+    get = ray.get
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        found = get(*arguments, **more)
+        several = found if isinstance(found, list) else [found]
+        fetched.extend(each for each in several if isinstance(each, pyarrow.Table))
+        return found
+
+    ray.get = watched
+    return fetched
 
 
 def kill(what: str) -> None:
     """Kill a process of this training: the only one on these nodes."""
     if what == "rank 0":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "row servers":
+        servers = [*row_servers()]
+        assert servers
+        for server in servers:
+            server.kill()
+        return
     [launcher] = [each for each in launchers() if each.ppid() != os.getpid()]
     if what == "launcher":
         launcher.kill()
@@ -74,16 +124,33 @@ def kill(what: str) -> None:
 
 def launchers() -> Iterator[psutil.Process]:
     """The launchers of workers by this Python."""
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
+    for process, command in on_these_nodes():
         if command[:1] == [sys.executable] and "central_storage.ray.node" in command:
             yield process
+
+
+def row_servers() -> Iterator[psutil.Process]:
+    """The actors that have the rows."""
+    for process, command in on_these_nodes():
+        if command[:1] and command[0].startswith("ray::RowServer"):
+            yield process
+
+
+def on_these_nodes() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """The processes of the program that keeps these nodes, with their command lines."""
+    program = str(Path(__file__).with_name("cluster.py"))
+    [keeper] = [each for each in psutil.Process().parents() if program in each.cmdline()]
+    for process in keeper.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            yield process, process.cmdline()
 
 
 def refuse() -> None:
     """Raise an error that holds what the function is told about calls that make no sense."""
     calls: list[Callable[[], object]] = [
         lambda: dataset_shard("other", batch_size=1),
+        lambda: row_numbers("other"),
+        lambda: row_numbers("empty"),
         lambda: dataset_shard(batch_size=0),
         lambda: dataset_shard(batch_size="1"),  # type: ignore[arg-type]
         lambda: report(5),  # type: ignore[arg-type]
@@ -99,17 +166,25 @@ def refuse() -> None:
     raise KeyError(*said)
 
 
-def main(storage: str, what: str) -> None:
-    """Train, and print what comes of it."""
-    ray.init(log_to_driver=False)
-    parts = np.split(np.concatenate(batches()), [50, 57, 120])  # which are no batches
-    blocks = ray.data.from_numpy(parts).map_batches(lambda rows: rows, batch_size=None)  # each by a task of its own
+def compare(blocks: ray.data.Dataset) -> None:
+    """The batches of the script have the rows in their order, and in each iteration the same ones."""
     first, *_ = dataset(blocks, batch_size=BATCH)
     assert np.array_equal(first["data"], batches()[0])
     # The second iteration has the rows of the first one, which a new process would get. Ray 2.52 may have ints only.
     shuffled = dataset(blocks.random_shuffle(seed=getattr(ray.data, "RandomSeedConfig", int)(1)), batch_size=BATCH)
     once, again = (np.concatenate([batch["data"] for batch in shuffled]) for _ in range(2))
     assert np.array_equal(once, again)
+
+
+def main(storage: str, what: str) -> None:
+    """Train, and print what comes of it."""
+    ray.init(log_to_driver=False)
+    items = [{"data": row} for row in np.concatenate(batches()).tolist()]
+    parts = ray.data.from_items(items, override_num_blocks=5)  # which are no batches
+    # Each by a task of its own, of which two run at once: more would be more processes, and no more disorder.
+    blocks = parts.map_batches(lambda rows: rows, batch_size=None, concurrency=2)
+    if what == "refused":
+        compare(blocks)
     starts = f"{storage}/starts"
     trainer = CentralStorageTrainer(
         refuse if what == "refused" else train,
@@ -117,8 +192,9 @@ def main(storage: str, what: str) -> None:
             "starts": starts,
             "events": f"{storage}/events",
             "kills": KILLS.get(what, []),
+            "compares": what == "killed",
         },
-        datasets={"train": blocks},
+        datasets={"train": blocks, "empty": ray.data.range(0)},
         scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(
             name=what,
@@ -139,6 +215,7 @@ def main(storage: str, what: str) -> None:
         result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
     print("starts", *Path(starts).read_text().split())
     print("reported", *result.metrics_dataframe["done"])
+    print("fetched", result.metrics["fetched"])
     print("checkpoint", *sorted(os.listdir(result.checkpoint.path)))
     print("digest", result.metrics["replicas"], result.metrics["digest"], flush=True)
 

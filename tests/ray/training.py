@@ -22,8 +22,14 @@ BATCH = 12
 class Training:
     """A dense variable and a table, which Adam trains for STEPS steps."""
 
-    def __init__(self, strategy: cs.CentralStorageStrategy, rate: float, elements: Iterable[Any] | None = None) -> None:
-        """``elements`` are those of :func:`batches`, or dicts with these arrays under ``data``."""
+    def __init__(
+        self,
+        strategy: cs.CentralStorageStrategy,
+        rate: float,
+        elements: Iterable[Any] | None = None,
+        find: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
+        """``elements`` are those of :func:`batches`, or what ``find`` makes them of in a replica."""
         start = np.random.default_rng(7)
         with strategy.scope():
             w = cs.Variable(start.standard_normal((16, 4)).astype(np.float32), name="w")
@@ -32,7 +38,7 @@ class Training:
 
         @cs.function
         def step(batch: Any) -> np.ndarray:
-            rows = batch["data"] if isinstance(batch, dict) else batch
+            rows = find(batch)
             x = cs.nn.embedding_lookup(table, rows).numpy()
             error = x @ w.numpy() - 1
             of_rows = cs.IndexedSlices(error @ w.numpy().T, rows, (50, 16))

@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Any
 from central_storage.diagnostics.extras import require
 
 from .cluster import RayCluster
+from .row_client import rows
 
 if TYPE_CHECKING:
     from .data import dataset
-    from .train import CentralStorageTrainer, dataset_shard, report, restore
+    from .train import CentralStorageTrainer, dataset_shard, report, restore, row_numbers
 
-__all__ = ["CentralStorageTrainer", "RayCluster", "dataset", "dataset_shard", "report", "restore"]
+__all__ = [
+    "CentralStorageTrainer",
+    "RayCluster",
+    "dataset",
+    "dataset_shard",
+    "report",
+    "restore",
+    "row_numbers",
+    "rows",
+]
 
 _LIBRARIES = ("ray", "pandas", "pyarrow")
 

@@ -28,6 +28,8 @@ _CONNECT_TIMEOUT = 5.0
 _OBJECT_STORE_NBYTES = 80 << 20
 # Ray kills the children of an actor that it ends. Ours end by themselves, and first remove what they have made.
 _ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
+# Of the head of pretend nodes: nobody asks for more nodes, and nobody reads what its processes print.
+_OF_HEAD = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
 _LOOPBACK = "127.0.0.1"
 _FAILURES = (ConnectionError, OSError, RuntimeError, ValueError, TypeError, ray.exceptions.RayError)
 
@@ -68,6 +70,8 @@ def _pretending(request: Request) -> Iterator[str]:
 
     directory = tempfile.mkdtemp(prefix="cs-ray-", dir="/tmp")  # a short path, for Ray's sockets
     os.environ["RAY_TMPDIR"] = directory  # also of the file that names the cluster for others on this machine
+    # Ray would start a process for each processor, and use none: our actors have an environment of their own.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray's spelling
     has = request.pretend_resources()
     cpus, memory = has.pop("CPU", 0), has.pop("memory", None)
     node: dict[str, Any] = {
@@ -79,7 +83,7 @@ def _pretending(request: Request) -> Iterator[str]:
     }
     cluster = None
     try:
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={**node, **_OF_HEAD})
         for _ in range(request.pretend_nodes - 1):
             cluster.add_node(**node)
         yield cluster.address

@@ -11,7 +11,7 @@ import ray.data
 
 from cs_proto.errors import ConfigurationError, InvalidArgumentError
 
-__all__ = ["Batches", "check_size", "dataset", "in_order"]
+__all__ = ["Batches", "begin", "check_size", "dataset", "in_order"]
 
 
 class Batches:
@@ -25,11 +25,7 @@ class Batches:
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         """From the first row on. Blocks are fetched when their rows are wanted. Raises ConfigurationError if the data
         set has been told meanwhile not to keep the order."""
-        context = self._source.get_context()
-        if not context.execution_options.preserve_order:
-            raise ConfigurationError("the data set of Ray does not keep the order of its rows: set preserve_order=True")
-        # Some seeds change with each execution in this process, and a training that is started again counts from 0.
-        context._execution_idx = 0  # noqa: SLF001
+        begin(self._source)
         return iter(self._source.iter_batches(batch_size=self._size, batch_format="numpy", drop_last=self._drops))
 
 
@@ -60,6 +56,16 @@ def dataset(source: ray.data.Dataset, batch_size: int, *, drop_remainder: bool =
     check_size(batch_size, 1)
     source.context.execution_options = in_order(source.context)
     return Batches(source.iterator(), batch_size, drop_remainder)
+
+
+def begin(source: ray.data.DataIterator) -> None:
+    """Let the next execution of ``source`` give the rows of the first one. Raises ConfigurationError if it does not
+    keep the order of its rows."""
+    context = source.get_context()
+    if not context.execution_options.preserve_order:
+        raise ConfigurationError("the data set of Ray does not keep the order of its rows: set preserve_order=True")
+    # Some seeds change with each execution in this process, and a training that is started again counts from 0.
+    context._execution_idx = 0  # noqa: SLF001
 
 
 def in_order(context: ray.data.DataContext) -> Any:

@@ -42,6 +42,8 @@ class Head:
         #: What the output of the service has told: its directories, and where it listens; "" if it has ended before.
         self._directories: dict[str, str] = {}
         self._endpoint = ""
+        #: How many workers there are, and the nodes of those that were admitted, by name.
+        self._workers, self._nodes = 0, dict[str, str]()
         self._is_up = asyncio.Event()
         #: How many reports rank 0 has begun, and whether it makes no more.
         self._reports, self._is_over = 0, False
@@ -50,6 +52,7 @@ class Head:
     async def serve(self, workers: int, address: str) -> tuple[str, str]:
         """Start a service for so many workers, which listens at this node's ``address``. Returns its run directory, and
         a directory for what is written before Ray has it. Raises LaunchError if it does not start."""
+        self._workers = workers
         try:
             await self._start(workers, address)
         except BaseException:  # also if the call is cancelled: the ranks in admit() wait for this event
@@ -75,13 +78,22 @@ class Head:
         )
         self._output = asyncio.ensure_future(self._read(self._process.stdout))
 
-    async def admit(self, name: str, key: str) -> tuple[str, str]:
-        """Let the worker with this public key join. Returns where the service listens, and its own public key. Raises
-        LaunchError if the service has not started."""
+    async def admit(self, name: str, key: str, node: str) -> tuple[str, str]:
+        """Let the worker on this node, with this public key, join. Returns where the service listens, and its own
+        public key. Raises LaunchError if the service has not started."""
         await self._until_up()
         keys = self._directories["keys"]
         write_public(keys, name, key.encode())
+        async with self._changed:
+            self._nodes[name] = node
+            self._changed.notify_all()
         return self._endpoint, read_public(os.path.join(keys, "service.key")).decode()
+
+    async def nodes(self) -> set[str]:
+        """The nodes of all workers, when all were admitted."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._nodes) == self._workers)
+            return set(self._nodes.values())
 
     async def report(self) -> None:
         """Rank 0 reports once more, and so must all ranks."""

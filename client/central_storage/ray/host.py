@@ -28,8 +28,9 @@ class Host:
         """Starts nothing yet."""
         self._child: subprocess.Popen[str] | None = None
 
-    def open(self, version: str, protocol: int, workers: int = 1) -> dict[str, Any]:
-        """Start the launcher of so many workers, which makes its keys and waits.
+    def open(self, version: str, protocol: int, workers: int = 1, training: str = "") -> dict[str, Any]:
+        """Start the launcher of so many workers, which makes its keys and waits. ``training`` is the name under which
+        their replicas find rows of Ray Data.
 
         Returns its public key and this node's address, or under ``refused`` why this node cannot run a worker of a
         service with this version and protocol.
@@ -56,6 +57,8 @@ class Host:
                 "refused": f"has central-storage {__version__} (protocol {PROTOCOL}), and this machine has {version} "
                 f"(protocol {protocol}); install the same version on all nodes"
             }
+        from central_storage.ray.row_client import VARIABLE
+
         path = python_path(os.environ)
         parent = os.getpid()
         gpus = len(ray.get_gpu_ids())
@@ -65,6 +68,7 @@ class Host:
                 **os.environ,
                 **_threads(ray.get_runtime_context().get_assigned_resources().get("CPU", 0), workers),
                 **({"PYTHONPATH": path} if path else {}),
+                **({VARIABLE: f"{training}/{where['node']}"} if training else {}),
                 **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),  # a CPU, whatever else the node has
             },
             stdin=subprocess.PIPE,

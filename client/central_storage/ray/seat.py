@@ -21,10 +21,10 @@ __all__ = ["Seat"]
 class Seat:
     """Keeps the launcher of one worker in the process of its rank. A launcher that ends is replaced."""
 
-    def __init__(self, name: str, head: Any, version: str, protocol: int) -> None:
-        """For the worker with this name, of the service that the actor ``head`` keeps, which has this version and
-        protocol."""
-        self._name, self._head, self._version, self._protocol = name, head, version, protocol
+    def __init__(self, name: str, training: str, head: Any, version: str, protocol: int) -> None:
+        """For the worker with this name, of the service that the actor ``head`` keeps for this training, and which has
+        this version and protocol."""
+        self._name, self._training, self._head, self._version, self._protocol = name, training, head, version, protocol
         self._host = Host()
         self._is_left = threading.Event()
         self._is_taken: Future[None] = Future()
@@ -73,10 +73,10 @@ class Seat:
 
     def _run_one(self) -> str:
         """Start a launcher, and return when it has ended, with its end in words."""
-        said = self._host.open(self._version, self._protocol)
+        said = self._host.open(self._version, self._protocol, training=self._training)
         if "refused" in said:
             raise LaunchError(f"the node {said['address']} {said['refused']}")
-        endpoint, service_key = ray.get(self._head.admit.remote(self._name, said["key"]))
+        endpoint, service_key = ray.get(self._head.admit.remote(self._name, said["key"], said["node"]))
         if not self._is_taken.done():
             self._is_taken.set_result(None)
         if self._is_left.is_set():

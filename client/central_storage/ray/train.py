@@ -25,16 +25,18 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from central_storage.checkpoint.checkpoint import Checkpoint
+from central_storage.data.dataset import Dataset
 from cs_proto.errors import ConfigurationError, ContextError, InvalidArgumentError
 from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_REPLICAS, PROTOCOL
 from cs_proto.version import __version__
 
-from .data import Batches, check_size, in_order
+from .data import Batches, begin, check_size, in_order
 from .head import Head
+from .row_server import RowServer
 from .seat import Seat
 
-__all__ = ["CentralStorageTrainer", "dataset_shard", "report", "restore"]
+__all__ = ["CentralStorageTrainer", "dataset_shard", "report", "restore", "row_numbers"]
 
 _NAMESPACE = "central_storage"
 # The name of the file of our checkpoint in the directory of Ray's, without its suffix.
@@ -127,6 +129,11 @@ class _Training:
     drafts: str
     ranks: int
     datasets: frozenset[str]
+    #: The name of the training for its row servers.
+    name: str
+    #: By the name of the data set: the number of its rows, and its blocks and row servers, which Ray drops when nothing
+    #: here refers to them.
+    tables: dict[str, tuple[int, list[Any]]]
 
 
 #: In the process of rank 0, while the user's function runs.
@@ -215,11 +222,54 @@ def dataset_shard(name: str = "train", *, batch_size: int, drop_remainder: bool 
         ContextError: Called anywhere else than in the function of a trainer (a RuntimeError).
     """
     training = _inside("dataset_shard")
+    source = _source(training, name)
+    check_size(batch_size, training.ranks)
+    return Batches(source, batch_size, drop_remainder)
+
+
+def row_numbers(name: str = "train") -> Dataset:
+    """The numbers of the rows of a data set of the trainer, for replicas that get these rows by :func:`rows`. ::
+
+        numbers = row_numbers("train").shuffle(1_000_000, seed=1).batch(1024)
+        batches = strategy.experimental_distribute_dataset(numbers)
+
+    The rows do not travel through the script: a replica gets them from Ray's object store on its own node. The first
+    call for a data set executes it, and its blocks stay in Ray's object store as long as the training.
+
+    Args:
+        name: Its name in the ``datasets`` of the :class:`CentralStorageTrainer`. It must give the same rows whenever
+            it is read: give a seed to what is random in it.
+
+    Returns:
+        The numbers from 0 on, as a ``cs.data.Dataset`` of scalars.
+
+    Raises:
+        InvalidArgumentError: There is no such data set, or it has no rows (a ValueError).
+        ContextError: Called anywhere else than in the function of a trainer (a RuntimeError).
+    """
+    training = _inside("row_numbers")
+    source = _source(training, name)
+    if name not in training.tables:
+        begin(source)
+        bundles = [*source.materialize().iter_internal_ref_bundles()]
+        blocks = [block for bundle in bundles for block in bundle.block_refs]
+        counts = [block.num_rows for bundle in bundles for block in bundle.metadata]
+        if not sum(counts):
+            raise InvalidArgumentError(f"the data set {name!r:.100} has no rows")
+        servers = [
+            _new_actor(RowServer, node, max_restarts=-1).remote(f"{training.name}/{node}", name, blocks, counts)
+            for node in ray.get(training.head.nodes.remote())
+        ]
+        ray.get([server.is_up.remote() for server in servers])
+        training.tables[name] = sum(counts), blocks + servers
+    return Dataset.range(training.tables[name][0])
+
+
+def _source(training: _Training, name: str) -> ray.data.DataIterator:
     if name not in training.datasets:
         names = ", ".join(sorted(training.datasets)) or "none"
         raise InvalidArgumentError(f"the trainer has no data set {name!r:.100}; its datasets: {names}")
-    check_size(batch_size, training.ranks)
-    return Batches(ray.train.get_dataset_shard(name), batch_size, drop_remainder)
+    return ray.train.get_dataset_shard(name)
 
 
 def _inside(what: str) -> _Training:
@@ -248,7 +298,7 @@ def _run(train_loop: Callable[..., Any], datasets: frozenset[str], config: dict[
     if rank == 0:
         return _lead(train_loop, config, ranks, datasets)
     name, version, protocol = broadcast_from_rank_zero(None)
-    _follow(rank, ray.get_actor(name, namespace=_NAMESPACE), version, protocol)
+    _follow(rank, name, version, protocol)
     return None
 
 
@@ -259,11 +309,11 @@ def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, da
     _head = head = _new_head(name)
     starting = head.serve.remote(ranks, ray.util.get_node_ip_address())
     broadcast_from_rank_zero((name, __version__, PROTOCOL))
-    seat = Seat("worker-0", head, __version__, PROTOCOL)
+    seat = Seat("worker-0", name, head, __version__, PROTOCOL)
     try:
         seat.take()
         os.environ["CS_ADDRESS"], drafts = ray.get(starting)
-        _training = _Training(head, drafts, ranks, datasets)
+        _training = _Training(head, drafts, ranks, datasets, name, {})
         return train_loop(config) if inspect.signature(train_loop).parameters else train_loop()
     finally:
         _training = None
@@ -273,9 +323,10 @@ def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, da
         seat.leave()
 
 
-def _follow(rank: int, head: Any, version: str, protocol: int) -> None:
+def _follow(rank: int, name: str, version: str, protocol: int) -> None:
     """Another rank: keep a worker, and report whenever rank 0 does."""
-    seat = Seat(f"worker-{rank}", head, version, protocol)
+    head = ray.get_actor(name, namespace=_NAMESPACE)
+    seat = Seat(f"worker-{rank}", name, head, version, protocol)
     try:
         seat.take()
         reports = 0
@@ -288,7 +339,12 @@ def _follow(rank: int, head: Any, version: str, protocol: int) -> None:
 
 def _new_head(name: str) -> Any:
     """The actor that keeps the service, on this node."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"name": name, "namespace": _NAMESPACE, "num_cpus": 0, "max_concurrency": 2 * MOST_REPLICAS}
+    options = {"name": name, "namespace": _NAMESPACE, "max_concurrency": 2 * MOST_REPLICAS}
     environment = {"env_vars": _ENVIRONMENT}
-    return ray.remote(Head).options(**options, scheduling_strategy=here, runtime_env=environment).remote()
+    return _new_actor(Head, ray.get_runtime_context().get_node_id(), runtime_env=environment, **options).remote()
+
+
+def _new_actor(kind: type, node: str, **options: Any) -> Any:
+    """What makes an actor of this class, on this node."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=there, **options)
