@@ -50,6 +50,8 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
 
 
 _ARRAYS = frozenset({np.ndarray, Tensor})
+# A memory map of NumPy is an array in a file, and nothing else.
+_PLAIN = _ARRAYS | {np.memmap}
 
 
 @functools.lru_cache(64)
@@ -125,7 +127,7 @@ class Carry:
         if self.copy is None:
             return leaf
         # A scalar, an array of a device, or an array of a class of its own, such as a masked one, which would lose it.
-        if type(leaf) not in _ARRAYS:
+        if type(leaf) not in _PLAIN:
             return leaf.copy()
         copied = self.copy(leaf)
         if not leaf.flags.writeable:

@@ -136,7 +136,7 @@ def is_free(path: str) -> bool:
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # it is held, or the file system has no locks
         return False
     else:
         return True
@@ -280,13 +280,12 @@ def _lock(path: str) -> int | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(lock).st_ino != os.stat(name).st_ino:  # it was removed and made again in between
             raise FileNotFoundError
+        os.truncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
     except (BlockingIOError, FileNotFoundError):
         os.close(lock)
         return None
-    try:
-        os.truncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
-    except OSError as error:
+    except OSError as error:  # the file system is full, or has no locks
         os.close(lock)
         raise OSError(error.errno, error.strerror, name) from error
     return lock
@@ -303,8 +302,8 @@ def _remove_if_dead(path: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove_tree(path)
         _log.info("removed %s, left behind by a run that was killed", path)
-    except BlockingIOError:
-        pass  # alive
+    except OSError:
+        pass  # alive, or on a file system without locks
     finally:
         os.close(lock)
 

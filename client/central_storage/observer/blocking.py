@@ -60,8 +60,6 @@ _ASK_AGAIN = (1.0, 4.0)
 # The descriptors that an observer needs: a ZeroMQ context with a socket, and the connection to the supervisor. The
 # loop of asyncio takes more.
 _DESCRIPTORS = 16
-# Milliseconds between two tries to connect to the server: at first, and at most after many tries.
-_RECONNECT = (100, 2000)
 
 _log = logging.getLogger("central_storage.observer")
 
@@ -151,8 +149,6 @@ class Session:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT[0])
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         if self._lifeline is not None:  # a gateway names each connection: it may not know yet that the last one is cut
             socket.setsockopt(zmq.IDENTITY, self._name)

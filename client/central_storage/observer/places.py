@@ -20,8 +20,11 @@ __all__ = ["Place", "place_of"]
 
 # Milliseconds after which the kernel gives up a connection over which nothing of what was sent arrives.
 _UNACKNOWLEDGED = 5000
-# Milliseconds: the longest pause before the next try.
-_PAUSE = 500
+# Milliseconds before the next try over TCP: at first, and at most after many tries.
+_PAUSE = (100, 500)
+# Milliseconds before the next try on this machine, always: beside connections without end, the server has a place for a
+# moment only.
+_LOCAL_PAUSE = 10
 
 
 class Place(Protocol):
@@ -74,6 +77,7 @@ class _RunDirectory:
         return not os.path.isdir(self._address)
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
+        socket.setsockopt(zmq.RECONNECT_IVL, _LOCAL_PAUSE)
         socket.connect(self.endpoint)
 
     def connects_again(self) -> bool:
@@ -114,7 +118,8 @@ class _Elsewhere:
     def connect(self, socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(zmq.IPV6, int(self._is_ipv6))
         socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _PAUSE)
+        socket.setsockopt(zmq.RECONNECT_IVL, _PAUSE[0])
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _PAUSE[1])
         protect_client(socket, self._keys)
         from .connection import Connection  # it brings asyncio, and most observers are here
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import central_storage.strategy.service_strategy  # noqa: F401  (makes the default strategy)
 from central_storage.core import context
+from central_storage.core.backends import Carriage
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.values import PerReplica, local_results
 from central_storage.data.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
@@ -354,6 +355,19 @@ class TestReadingAhead:
         masked = np.ma.masked_greater(np.arange(60_000) % 7, 3)
         for element in DistributedDataset([masked] * 3, n):
             assert sum(share.sum() for share in local_results(element, n)) == masked.sum()
+
+    def test_a_memory_map_is_carried_like_any_array(self, tmp_path):
+        np.save(tmp_path / "rows.npy", np.arange(4))
+        mapped, carried = np.load(tmp_path / "rows.npy", mmap_mode="r"), []
+
+        def carry(array):
+            carried.append(array)
+            return np.array(array)
+
+        for element in DistributedDataset([mapped] * 3, 2, None, lambda: Carriage(carry)):
+            assert steps([element]) == [[[0, 1], [2, 3]]]
+            assert not any(share.flags.writeable for share in element.values)
+        assert len(carried) == 2  # the first element is read when it is asked for
 
     def test_what_cannot_be_written_stays_so(self):
         for element in Dataset.range(6).batch(2), [np.zeros(2)] * 3:

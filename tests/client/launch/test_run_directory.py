@@ -154,6 +154,20 @@ def test_a_lock_that_is_no_file_is_refused(make: Callable[[Path], None], runtime
         RunDirectory(str(given))
 
 
+def test_a_file_system_without_locks_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    left, descriptors = dead(runtime), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigurationError, match="given/lock: No locks available; put that right"):
+        RunDirectory(str(runtime / "given"))
+    with pytest.raises(LaunchError, match=r"nothing can be made \(No locks available\)"):
+        RunDirectory()
+    assert left.exists()  # nobody knows whether a process holds it
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 def _full(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Nothing can be written to the locks in ``place``."""
     write = os.write
