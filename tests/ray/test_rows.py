@@ -105,6 +105,16 @@ def test_a_column_that_is_no_array(column: object) -> None:
         table.take(np.array([0, 1]))
 
 
+@pytest.mark.usefixtures("in_a_replica")
+def test_a_block_that_ray_cannot_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(block: object) -> None:
+        raise ray.exceptions.ObjectLostError("00", None, "")
+
+    monkeypatch.setattr(ray, "get", lost)
+    with serving("train", block(0, 1)), pytest.raises(InvalidArgumentError, match="lost"):
+        rows(np.array([0]))
+
+
 def test_arrays_of_other_shapes_in_other_blocks() -> None:
     wide = pyarrow.table({"x": ArrowTensorArray.from_numpy(np.zeros((1, 3)))})
     with pytest.raises(InvalidArgumentError, match="such as rows of different lengths"):

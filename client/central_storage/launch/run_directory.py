@@ -236,7 +236,7 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
                 time.sleep(_TRY_EVERY)
                 lock = _lock(path)
         if lock is None:
-            holder = read_file(os.path.join(path, "lock")).decode().strip() or "unknown"
+            holder = read_file(os.path.join(path, "lock")).decode(errors="replace").strip() or "unknown"
             raise LaunchError(
                 f"the run directory {path} is held by another run (supervisor pid {holder}); choose another one"
             )

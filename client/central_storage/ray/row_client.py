@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import socket
 import struct
@@ -47,7 +48,8 @@ def rows(numbers: Any, name: str = "train") -> dict[str, np.ndarray]:
 
     Raises:
         TypeError: ``numbers`` is no array of ints with one axis.
-        InvalidArgumentError: The data set has no such row, or a column is no array (a ValueError).
+        InvalidArgumentError: The data set has no such row, a column is no array, or Ray cannot bring a block to this
+            node (a ValueError).
         ContextError: Called anywhere else (a RuntimeError).
         NoAnswerError: Nothing on this node has the rows: the script has not called :func:`row_numbers` (a
             TimeoutError).
@@ -58,12 +60,13 @@ def rows(numbers: Any, name: str = "train") -> dict[str, np.ndarray]:
     wanted = np.asarray(numbers.get() if hasattr(numbers, "__cuda_array_interface__") else numbers)
     if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
         raise TypeError(f"rows takes an array of ints with one axis, not {numbers!r:.200}")
-    ends = time.monotonic() + _PATIENCE
+    ends = math.inf
     while True:
         try:
             return _ask(address(where, name), wanted.astype(np.int64))
         except (OSError, EOFError) as error:  # Ray starts a row server again that has ended
-            if time.monotonic() > ends:
+            ends = min(ends, time.monotonic() + _PATIENCE)
+            if time.monotonic() >= ends:
                 raise NoAnswerError(
                     f"no row server of the data set {name!r:.100} answers on this node ({error}); call "
                     f"row_numbers({name!r:.100}) in the script, or look at Ray's log of the actor RowServer"

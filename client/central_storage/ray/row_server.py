@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.data.block import BlockAccessor
+from ray.exceptions import RayError
 
 from cs_proto.errors import InvalidArgumentError
 
@@ -99,7 +100,7 @@ class _Answer(socketserver.StreamRequestHandler):
         numbers = np.frombuffer(self.rfile.read(8 * count), np.int64)
         try:
             found = self.server.table.take(numbers)
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, RayError) as error:  # a block may be lost, or find no room on this node
             self.wfile.write(json.dumps(str(error)).encode() + b"\n")
         else:
             send(self.wfile.write, found)

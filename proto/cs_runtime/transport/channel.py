@@ -342,8 +342,10 @@ class Channel:
         self._looked_at = time.monotonic()
         self._next_look = self._looked_at + self._look_every
         if self._admission is not None and self._admission.descriptor in ready:
+            self._next_admission = self._looked_at + _ADMISSION_PAUSE
             self._admission.admit()
-            self._next_admission = self._looked_at + (_FULL_PAUSE if self._admission.is_full else _ADMISSION_PAUSE)
+            if self._admission.is_full:
+                self._next_admission = self._looked_at + _FULL_PAUSE
         return ready
 
     def _tend(self, admission: Admission, now: float) -> None:
