@@ -319,7 +319,7 @@ def test_bytes_that_are_no_record_change_nothing(alone: Service) -> None:
         assert "a Register is refused" in said[2]
     finally:
         link.close()
-    assert alone.log(0).count("dropped a malformed message from b'cdead'") == 2
+    assert "dropped a malformed message from b'cdead'" in alone.log(0)
 
 
 def test_a_run_that_comes_during_another_waits_its_turn(alone: Service) -> None:
