@@ -355,21 +355,20 @@ class CheckpointManager(Closed):
             if count is None or len(whole) <= count:
                 return
             last = whole[len(whole) - count - 1]
+            failures = []
             for path in found[: found.index(last) + 1]:
                 if path in self._skipped or not self._keeps(path):
                     failpoint("save.delete")
-                    self._delete(path)
+                    try:
+                        disk.remove(path)
+                    except FileNotFoundError:  # another manager has deleted it
+                        pass
+                    except OSError as error:  # a directory of that name, perhaps: the others can go
+                        failures.append(error)
+            if failures:
+                raise failures[0]
         except OSError as error:
             _log.warning("older checkpoints in %s were not deleted: %s", self._directory, error)
-
-    def _delete(self, path: str) -> None:
-        """Delete a checkpoint. One that stays, such as a directory of that name, keeps no other one from going."""
-        try:
-            disk.remove(path)
-        except FileNotFoundError:  # another manager has deleted it
-            pass
-        except OSError as error:
-            _log.warning("an older checkpoint was not deleted: %s", error)
 
     def _keeps(self, path: str) -> bool:
         """Whether a checkpoint that is to be deleted is kept for good; if so, it is marked."""

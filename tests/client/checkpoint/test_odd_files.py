@@ -58,6 +58,10 @@ def test_what_cannot_be_deleted_keeps_no_other_one_from_going(
     left = ["ckpt-2.safetensors", "ckpt-5.safetensors", "ckpt-6.safetensors"]
     assert sorted(os.listdir(tmp_path)) == left
     assert f"not deleted: [Errno 21] Is a directory: '{tmp_path}/ckpt-2.safetensors'" in caplog.text
+    (tmp_path / "ckpt-3.safetensors").mkdir()
+    caplog.clear()
+    manager.save(7)
+    assert len(caplog.messages) == 1
 
 
 def _loop(path: Path) -> None:
