@@ -159,6 +159,7 @@ def test_a_file_system_without_locks_is_named(runtime: Path, monkeypatch: pytest
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    _only_places(monkeypatch, runtime)
     left, descriptors = dead(runtime), len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigurationError, match="given/lock: No locks available; put that right"):
         RunDirectory(str(runtime / "given"))
@@ -166,6 +167,11 @@ def test_a_file_system_without_locks_is_named(runtime: Path, monkeypatch: pytest
         RunDirectory()
     assert left.exists()  # nobody knows whether a process holds it
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def _only_places(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
+    """Tests in other processes would take what is made for a moment in /dev/shm for something that they left."""
+    monkeypatch.setattr(f"{RunDirectory.__module__}._places", lambda: [os.path.realpath(place) for place in places])
 
 
 def _full(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
@@ -184,6 +190,7 @@ def test_a_place_that_is_full_is_passed_over_and_nothing_stays_there(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _full(monkeypatch, runtime)
+    _only_places(monkeypatch, runtime, Path(os.environ["TMPDIR"]))
     descriptors = len(os.listdir("/proc/self/fd"))
     directory = RunDirectory()
     assert os.path.dirname(directory.path) == os.environ["TMPDIR"]
@@ -362,13 +369,15 @@ def test_twenty_starts_at_once_neither_meet_nor_clean_each_other_up(runtime: Pat
 
 def test_shared_memory_is_the_last_place(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container with a read-only file system, others may write to the volume at /tmp."""
+    (last := runtime / "last").mkdir()
     assert _places()[-1] == "/dev/shm"
+    _only_places(monkeypatch, *map(Path, _places()[:-1]), last)
     monkeypatch.setattr(
         "central_storage.launch.run_directory.why_replaceable",
-        lambda path: None if path.startswith("/dev/shm/") else "others may write",
+        lambda path: None if path.startswith(f"{last}/") else "others may write",
     )
     directory = RunDirectory()
-    assert os.path.dirname(directory.path) == "/dev/shm"
+    assert os.path.dirname(directory.path) == str(last)
     directory.remove()
 
 
