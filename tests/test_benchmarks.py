@@ -357,15 +357,16 @@ def test_the_places_of_variables_are_measured() -> None:
 def test_observers_are_shown_beside_their_goals(benchmark: Any) -> None:
     import observing
 
-    def turns(*seconds: float, observer: float = 0.0) -> list[Any]:
-        return [observing.Turn(each, 2e-3 + observer, observer) for each in seconds]
+    def turns(*seconds: float, workers: float = 1.5e-3, observer: float = 0.0) -> list[Any]:
+        return [observing.Turn(each, workers, 5e-4, observer) for each in seconds]
 
-    found = observing.Figures(turns(1e-3, 2e-3, 1e-3), turns(1.008e-3, 2e-3, 1.5e-3, observer=4e-6))
+    found = observing.Figures(turns(1e-3, 2e-3, 1e-3), turns(1.008e-3, 2e-3, 1.5e-3, workers=1.58e-3, observer=4e-6))
     assert observing.line(1, "exporter", found) == (
-        "| 1 ms | exporter | each second | 1.000 | 1.500 | 1.008 | 1.004 … 1.254 | 1.002 | 1.002 … 1.002 | 0.3 |"
+        "| 1 ms | exporter | each second | 1.000 | 1.500 | 1.008 | 1.004 … 1.254 "
+        "| 1.042 | 1.042 … 1.042 | 0.20 | 0.20 … 0.20 | 0.3 |"
     )
-    in_script = observing.Figures(turns(1e-3), [observing.Turn(1e-3, 2.04e-3, 0.0)])
-    assert observing.line(10, "timeline", in_script).endswith(" | 1.020 | 1.020 … 1.020 |  |")
+    in_script = observing.Figures(turns(1e-3), [observing.Turn(1e-3, 1.5e-3, 5.4e-4, 0.0)])
+    assert observing.line(10, "timeline", in_script).endswith(" | 1.020 | 1.020 … 1.020 | 2.00 | 2.00 … 2.00 |  |")
     goals = [observing.verdict(1, "exporter", found), observing.verdict(10, "timeline", in_script)]
     assert [(goal["work"], goal["is_met"]) for goal in goals] == [
         ("a step of 1 ms, exporter", True),
