@@ -192,9 +192,9 @@ OBSERVERS = {
     "cs-ctl status": Observer("1 s after each answer", status),
     "cs-top": Observer("each second", top),
     "cs-top --parts": Observer("each second", lambda training: top(training, "--parts")),
-    "cs-ctl profile": Observer("20 times a second", profile),
+    "cs-ctl profile": Observer("5 times a second", profile),
     "exporter": Observer("each second", exporter),
-    "timeline": Observer("20 times a second", timeline),
+    "timeline": Observer("5 times a second", timeline),
     "cs.progress": Observer("10 times a second", progress),
 }
 

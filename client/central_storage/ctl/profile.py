@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # Seconds between two looks at the rings: in this time a process notes far fewer moments than a ring has places.
-_LOOK_EVERY = 0.05
+_LOOK_EVERY = 0.2
 # A replica is named as slower than another one from this ratio on.
 _SLOWER = 1.15
 # Where commits change at least so many variables, of fewer bytes on average, most of the work is done for each

@@ -19,7 +19,7 @@ __all__ = ["Parts", "parts", "processor", "processor_bars"]
 
 # The bars show the means of at most so many steps, and of as many as so many places of each process contain. A
 # process reaches about 10 places in a step, and to decode them takes processor time from the training.
-_STEPS, _PLACES = 100, 1024
+_STEPS, _PLACES = 40, 400
 # Seconds: what was noted earlier is not shown.
 _WINDOW = 60.0
 

@@ -28,7 +28,7 @@ _log = logging.getLogger("central_storage")
 #: kept.
 LIMIT = 200_000
 # Seconds between two looks at the rings. A ring has 65,024 places, and a process notes about 12 moments a step.
-_LOOK_EVERY = 0.05
+_LOOK_EVERY = 0.2
 # The first row of spans of a process is below that of its parts.
 _PARTS_ROW = 0
 
