@@ -56,6 +56,52 @@ def test_a_metric_of_the_users_names_the_initial_values() -> None:
         metric.add_weight("other", (2,), initializer=lambda shape, dtype: np.zeros(3, dtype))
 
 
+class Shares(cs.metrics.Metric):
+    """The share of each class, and precision: state in a list, in a dict and in another metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = [self.add_weight(f"hits_{number}") for number in range(2)]
+        self.counts = {"rows": self.add_weight("rows")}
+        self.precision = cs.metrics.Precision()
+        self.again = self.precision
+
+    def update_state(self, y_true: Any, y_pred: Any) -> None:
+        for number, hits in enumerate(self.hits):
+            hits.assign_add(np.float32(np.sum(np.equal(y_true, number))))
+        self.counts["rows"].assign_add(np.float32(len(y_true)))
+        self.precision.update_state(y_true, y_pred)
+
+    def result(self) -> Any:
+        shares = [hits.numpy() / self.counts["rows"].numpy() for hits in self.hits]
+        return np.stack([*shares, self.precision.result()])
+
+
+def test_state_in_lists_dicts_and_other_metrics_is_reset_and_merged() -> None:
+    metric, other = Shares(), Shares()
+    metric.update_state([0, 1, 1, 1], [0, 1, 1, 0])
+    assert metric.result().tolist() == [0.25, 0.75, 1]
+    assert [variable.name for variable in metric.variables] == [
+        "shares/hits_0",
+        "shares/hits_1",
+        "shares/rows",
+        "precision/true_positives",
+        "precision/false_positives",
+    ]
+    other.update_state([0, 0, 0, 0], [1, 1, 0, 0])
+    metric.merge_state([other])
+    assert metric.result().tolist() == [0.625, 0.375, 0.5]
+    metric.reset_state()
+    metric.update_state([0], [1])
+    assert metric.result().tolist() == [1, 0, 0]
+
+
+def test_metrics_that_hold_each_other_have_each_state_once() -> None:
+    inner, outer = cs.metrics.Mean(), Shares()
+    vars(outer)["inner"], vars(inner)["outer"] = inner, outer
+    assert [len(metric.variables) for metric in (inner, outer)] == [7, 7]
+
+
 def test_a_metric_can_be_called() -> None:
     mean = cs.metrics.Mean()
     assert float(mean([1.0, 3.0])) == 2.0

@@ -151,6 +151,38 @@ def test_a_metric_of_the_users(strategy: cs.CentralStorageStrategy) -> None:
     assert float(metric.result()) == pytest.approx(0.3)
 
 
+def test_a_metric_made_of_metrics(strategy: cs.CentralStorageStrategy) -> None:
+    class Both(cs.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [cs.metrics.Mean(), cs.metrics.Sum()]
+
+        def update_state(self, values: Any) -> None:
+            for part in self.parts:
+                part.update_state(values)
+
+        def result(self) -> Any:
+            return np.stack([part.result() for part in self.parts])
+
+    with strategy.scope():
+        inside = Both()
+    outside = Both()
+
+    def feed() -> Any:
+        for metric in (inside, outside):
+            metric.update_state(np.full(2, 3.0))
+        return inside, outside
+
+    n = strategy.num_replicas_in_sync
+    for _ in range(2):
+        assert strategy.run(feed) == (inside, outside)
+        for metric in (inside, outside):
+            assert metric.result().tolist() == [3, 6 * n]
+            assert all(variable.strategy is strategy for variable in metric.variables)
+            metric.reset_state()
+            assert metric.result().tolist() == [0, 0]
+
+
 def test_nobody_else_takes_a_metric_along(strategy: cs.CentralStorageStrategy) -> None:
     with strategy.scope():
         mean = cs.metrics.Mean()

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import optree
 
 from central_storage.core.composites import Composite
 from central_storage.core.tensors.tensor import tensors_in
@@ -33,6 +34,8 @@ def _giving_tensors(result: Callable[..., Any]) -> Callable[..., Any]:
 
 class Metric(Composite):
     """Base of the metrics: make state with :meth:`add_weight`, and change it only with ``assign_add``.
+
+    A metric may be made of others, which are attributes, too; :meth:`reset_state` resets their state.
 
     A metric that is made under ``strategy.scope()`` belongs to that strategy. One that is made outside every scope
     belongs to the first strategy whose ``run`` uses it; using it in another one is a ContextError (a RuntimeError).
@@ -80,8 +83,10 @@ class Metric(Composite):
 
     @property
     def variables(self) -> list[Variable]:
-        """The state, in the order in which it was made."""
-        return [part for part in vars(self).values() if isinstance(part, Variable)]
+        """The state in the order of the attributes, also that of metrics, lists, tuples and dicts among them."""
+        found: dict[int, Variable | Metric] = {}
+        _find_parts(self, found)
+        return [part for part in found.values() if isinstance(part, Variable)]
 
     def add_weight(
         self,
@@ -92,7 +97,8 @@ class Metric(Composite):
         initializer: str | Callable[..., Any] | None = None,
         dtype: Any = None,
     ) -> Variable:
-        """A variable for the state, which sums the arrays that replicas add. Keep it as an attribute.
+        """A variable for the state, which sums the arrays that replicas add. Keep it as an attribute, or in a list or
+        dict that is one.
 
         Args:
             name: Its name, which follows the metric's name and a slash.
@@ -197,7 +203,7 @@ class Metric(Composite):
                 raise ContextError(f"metric {self.name} belongs to another strategy; make one for each")
 
     def _cs_key(self) -> tuple[Hashable, ...]:
-        return tuple(map(id, self.variables))
+        return tuple(map(id, _parts(self)))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -293,6 +299,22 @@ class Mean(MeanOf):
             InvalidArgumentError: The weights have another shape (a ValueError).
         """
         self._take(values, sample_weight)
+
+
+def _parts(metric: Metric) -> list[Variable | Metric]:
+    """The variables and metrics among the attributes of a metric, also in lists, tuples and dicts."""
+    attributes: Any = list(vars(metric).values())
+    leaves = optree.tree_leaves(attributes, none_is_leaf=True)
+    return [leaf for leaf in leaves if isinstance(leaf, Variable | Metric)]
+
+
+def _find_parts(metric: Metric, found: dict[int, Variable | Metric]) -> None:
+    """Add the parts of a metric, and theirs, to ``found``, by their ``id()``."""
+    for part in _parts(metric):
+        if id(part) not in found:
+            found[id(part)] = part
+            if isinstance(part, Metric):
+                _find_parts(part, found)
 
 
 def aligned(metric: Metric, y_true: Any, y_pred: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
