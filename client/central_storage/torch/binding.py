@@ -23,7 +23,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .buffers import central_buffers
 from .centralize import remove_hooks
-from .parameters import CentralParameter, change_of, empty_like, name_of
+from .parameters import CentralParameter, check_unchanged, empty_like, name_of
 from .share import Share, here
 from .tables import has_rows_only, show_rows_only
 from .watched import Watched
@@ -107,8 +107,7 @@ class Binding:
         buffer or the parts of the module in the script."""
         self._watched.check()
         for p in self.parameters:
-            if (p._version, p.data_ptr()) != p.emptied:  # noqa: SLF001  (the one way to notice a write)
-                raise InvalidArgumentError(change_of(p))
+            check_unchanged(p)
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise ContextError(
                 "autocast is enabled in the script, where nothing is computed; enable it in the function"

@@ -119,14 +119,14 @@ class CentralBuffers:
             central = np.repeat(rows, replicas if rule == "local" else 1, axis=0)
             self._packs.append(_Pack(dtype, members, Variable(central, trainable=False, name=label)))
         #: In the script, by a name in a table of buffers and the table's identity: the buffer's label, the table, and
-        #: the one without memory that is there, with its version.
-        self._emptied: dict[tuple[int, str], tuple[str, dict[str, Any], torch.Tensor, int]] = {}
+        #: the tensor that was put there, with its version.
+        self._noted: dict[tuple[int, str], tuple[str, dict[str, Any], torch.Tensor, int]] = {}
         for owner in {root.get_submodule(member.path) for pack in self._packs for member in pack.members}:
             vars(owner)[_KEY] = self
             self.empty(owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_emptied": {}}
+        return {**vars(self), "_noted": {}}
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("the buffers of this module lie in the server; cst.pull(module) returns a plain copy")
@@ -138,20 +138,23 @@ class CentralBuffers:
         for pack, members in self._of(owner):
             values = value_of(pack.variable, pack.dtype)[0]
             for member in members:
-                setattr(owner, member.name, values[member.first : member.first + member.size].reshape(member.shape))
+                self._put(owner, member, values[member.first : member.first + member.size].reshape(member.shape))
 
     def empty(self, owner: torch.nn.Module) -> None:
         """Take the values of the buffers of one of the modules away: they are in the server."""
-        table: Any = owner._buffers  # noqa: SLF001
         for pack, members in self._of(owner):
             for member in members:
-                made = empty_like(member.shape, pack.dtype)
-                table[member.name] = made
-                self._emptied[id(table), member.name] = member.label, table, made, made._version  # noqa: SLF001
+                self._put(owner, member, empty_like(member.shape, pack.dtype))
+
+    def _put(self, owner: torch.nn.Module, member: _Member, value: torch.Tensor) -> None:
+        """Let a module have a tensor as its buffer, and note it, by which a change is noticed."""
+        table: Any = owner._buffers  # noqa: SLF001
+        table[member.name] = value
+        self._noted[id(table), member.name] = member.label, table, value, value._version  # noqa: SLF001
 
     def check(self) -> None:
         """Raise InvalidArgumentError for a buffer that has been changed in the script."""
-        for (_, name), (label, table, made, version) in self._emptied.items():
+        for (_, name), (label, table, made, version) in self._noted.items():
             if made._version != version or table.get(name) is not made:  # noqa: SLF001
                 raise InvalidArgumentError(
                     f"buffer {label} was changed in the script, but its value is in the server; change it by "

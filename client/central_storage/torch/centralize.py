@@ -20,9 +20,19 @@ from central_storage.strategy.service_strategy import CentralStorageStrategy
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-from .buffers import RULES, CentralBuffers, buffers_of, forget_buffers
+from .buffers import RULES, CentralBuffers, buffers_of, central_buffers, forget_buffers
 from .errors import StateDictError
-from .parameters import CentralParameter, make_empty, stored_dtype, value_of, write_to
+from .parameters import (
+    CentralParameter,
+    check_unchanged,
+    check_unconverted,
+    empty_like,
+    make_empty,
+    note,
+    stored_dtype,
+    value_of,
+    write_to,
+)
 from .sync_batchnorm import synchronized
 
 __all__ = ["centralize", "own_parameters", "pull", "remove_hooks"]
@@ -105,6 +115,7 @@ def pull(module: M) -> M:
 
     Raises:
         ContextError: Called in a replica (a RuntimeError).
+        InvalidArgumentError: A parameter or buffer was changed in the script (a ValueError).
         ShutdownError: The service has ended (a RuntimeError).
 
     Examples:
@@ -118,21 +129,17 @@ def pull(module: M) -> M:
     """
     if has_strategy() and not in_cross_replica_context():
         raise ContextError("pull cannot be called in a replica, where the module has the present values itself")
+    _check_unchanged(module)
     # What refers to the server is replaced by its value, or left out.
     memo: dict[int, Any] = {
         id(p): torch.nn.Parameter(value_of(p.variable, p.dtype), p.requires_grad)
         for p in module.parameters()
         if isinstance(p, CentralParameter)
     }
-    for owner in module.modules():
-        if (found := buffers_of(owner)) is not None:
-            found.load(owner)
-            memo[id(found)] = None
-    with _own_classes(module):
+    with _loaded_buffers(module), _own_classes(module):
+        memo |= {id(found): None for found in central_buffers(module.modules())}
+        memo |= {id(t): empty_like(t.shape, t.dtype).clone() for t in _computed(module)}
         made = copy.deepcopy(module, memo)
-    for owner in module.modules():
-        if (found := buffers_of(owner)) is not None:
-            found.empty(owner)
     remove_hooks(made)
     forget_buffers(made)
     for each in made.modules():
@@ -147,7 +154,37 @@ def own_parameters(module: torch.nn.Module) -> Iterator[tuple[str, CentralParame
             yield name, p
 
 
+@contextmanager
+def _loaded_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Let the buffers have their present values for the length of the block."""
+    owners = [(owner, found) for owner in module.modules() if (found := buffers_of(owner)) is not None]
+    try:
+        for owner, found in owners:
+            found.load(owner)
+        yield
+    finally:
+        for owner, found in owners:
+            found.empty(owner)
+
+
+def _computed(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Attributes that a hook computes from parameters before each call, as for pruning: torch refuses to copy them."""
+    for owner in module.modules():
+        for value in vars(owner).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                yield value
+
+
 # --- checks -------------------------------------------------------------------------------------------------------
+
+
+def _check_unchanged(module: torch.nn.Module) -> None:
+    """Raise InvalidArgumentError for a parameter or buffer that was changed in the script: the change would be lost."""
+    for p in module.parameters():
+        if isinstance(p, CentralParameter):
+            check_unchanged(p)
+    for found in central_buffers(module.modules()):
+        found.check()
 
 
 def _owner(strategy: CentralStorageStrategy | None) -> CentralStorageStrategy:
@@ -383,7 +420,10 @@ def remove_hooks(module: torch.nn.Module) -> None:
 
 
 def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    _check_unchanged(module)
     _fill(module)
+    for _, p in own_parameters(module):
+        note(p)  # a part of the module may have the same parameter
 
 
 def _after_save(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -404,6 +444,9 @@ def _before_load(
     errors: list[str],
 ) -> None:
     if not prefix:  # of the module whose method was called: nothing has been written yet
+        for p in module.parameters():
+            if isinstance(p, CentralParameter):
+                check_unconverted(p)
         _check_shapes(module, state)
         for each in module.modules():  # BatchNorm reads one of its buffers before this is called for it
             if (found := buffers_of(each)) is not None:
@@ -414,7 +457,7 @@ def _before_load(
 
 def _after_load(module: torch.nn.Module, incompatible: object) -> None:
     for _, p in own_parameters(module):
-        if p._version != p.emptied[0]:  # noqa: SLF001  (one that the state dict has; the server may hold more digits)
+        if p._version != p.noted[0]:  # noqa: SLF001  (one that the state dict has; the server may hold more digits)
             write_to(p.variable, p)
     if (found := buffers_of(module)) is not None:
         found.store(module)

@@ -22,10 +22,12 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 __all__ = [
     "HOOKS",
     "CentralParameter",
-    "change_of",
+    "check_unchanged",
+    "check_unconverted",
     "empty_like",
     "make_empty",
     "name_of",
+    "note",
     "stored_dtype",
     "value_of",
     "write_to",
@@ -52,8 +54,8 @@ class CentralParameter(torch.nn.Parameter):
     """
 
     variable: Variable
-    #: Version and address of the tensor since :func:`make_empty`, by which a change in the script is noticed.
-    emptied: tuple[int, int]
+    #: Version, address and dtype that :func:`note` has seen, by which a change in the script is noticed.
+    noted: tuple[int, int, torch.dtype]
     #: Whether a replica has it in memory that cannot be written.
     is_protected: bool
 
@@ -126,7 +128,28 @@ def empty_like(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 def make_empty(p: CentralParameter) -> None:
     """In the script: let the parameter have a shape and no memory."""
     p.data = empty_like(p.shape, p.dtype)
-    p.emptied = p._version, p.data_ptr()  # noqa: SLF001  (the one way to notice a write)
+    note(p)
+
+
+def note(p: CentralParameter) -> None:
+    """In the script: take the parameter as it is now for unchanged."""
+    p.noted = _present(p)
+
+
+def check_unchanged(p: CentralParameter) -> None:
+    """Raise InvalidArgumentError if the user has written to the parameter or converted it in the script."""
+    if _present(p) != p.noted:
+        raise InvalidArgumentError(_change_of(p))
+
+
+def check_unconverted(p: CentralParameter) -> None:
+    """Raise InvalidArgumentError if the parameter has another dtype or shape than in the server."""
+    if p.dtype is not p.noted[2] or tuple(p.shape) != p.variable.shape:
+        raise InvalidArgumentError(_change_of(p))
+
+
+def _present(p: CentralParameter) -> tuple[int, int, torch.dtype]:
+    return p._version, p.data_ptr(), p.dtype  # noqa: SLF001  (the one way to notice a write)
 
 
 def stored_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
@@ -156,7 +179,7 @@ def name_of(p: Any) -> str:
     return f"parameter {p.variable.name}" if isinstance(p, CentralParameter) else f"a parameter {list(p.shape)}"
 
 
-def change_of(p: CentralParameter) -> str:
+def _change_of(p: CentralParameter) -> str:
     """What an error says of a parameter that was changed in the script."""
     shape, dtype = p.variable.shape, p.variable.dtype
     if tuple(p.shape) != shape:

@@ -12,7 +12,7 @@ from tests.harness.timing import unit
 from tests.interop.torch.beside import batch_of, centralized, difference, train_alone
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import central_storage as cs
 import central_storage.torch as cst
@@ -316,3 +316,64 @@ def test_a_change_after_centralize_is_named(two: cs.CentralStorageStrategy, chan
     change(model)
     with pytest.raises(cs.errors.InvalidArgumentError, match=message):
         predict(torch.ones(2, 8))
+
+
+def reset_statistics(model: Any) -> None:
+    model[1].reset_running_stats()
+
+
+def replace_weights(model: Any) -> None:
+    model[0].weight.data = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize("look", [lambda m: m.state_dict(), cst.pull])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.half(), r"was written or converted in the script \(it is torch.float16 now\)"),
+        (replace_weights, "was written or converted in the script"),
+        (reset_statistics, "buffer 1.running_mean was changed in the script"),
+    ],
+)
+def test_a_state_dict_does_not_hide_a_change(
+    two: cs.CentralStorageStrategy, change: Any, message: str, look: Any
+) -> None:
+    model, _ = centralized(two, nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)))
+    predict = cst.evaluate(model)(lambda x: model(x))
+    change(model)
+    with pytest.raises(cs.errors.InvalidArgumentError, match=message):
+        look(model)
+    with pytest.raises(cs.errors.InvalidArgumentError, match="in the script"):
+        predict(torch.ones(2, 8))
+
+
+def test_load_state_dict_undoes_a_write_but_no_conversion(two: cs.CentralStorageStrategy) -> None:
+    model, alone = centralized(two, nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)))
+    replace_weights(model)
+    reset_statistics(model)
+    model.load_state_dict(alone.state_dict())
+    assert difference(model, alone) == 0
+    model.half()
+    with pytest.raises(cs.errors.InvalidArgumentError, match=r"converted in the script \(it is torch.float16 now\)"):
+        model.load_state_dict(alone.state_dict())
+
+
+def test_a_parameter_of_a_module_and_of_its_part_is_in_the_state_dict_twice(two: cs.CentralStorageStrategy) -> None:
+    outer = nn.Linear(8, 3)
+    outer.inner = nn.Linear(8, 3, bias=False)
+    outer.inner.weight = outer.weight
+    model, alone = centralized(two, outer)
+    assert difference(model, alone) == 0
+    assert difference(model, alone) == 0
+
+
+def test_a_pulled_module_computes_what_hooks_compute(two: cs.CentralStorageStrategy) -> None:
+    layer = nn.Linear(8, 3)
+    prune.random_unstructured(layer, "weight", 0.5)
+    state, x = {name: value.clone() for name, value in layer.state_dict().items()}, torch.ones(2, 8)
+    with two.scope():
+        model = cst.centralize(layer)
+    model.load_state_dict({**state, "bias": torch.ones(3)})
+    pulled = cst.pull(model)
+    assert pulled.weight.isnan().all()
+    assert torch.equal(pulled(x), x @ (state["weight_orig"] * state["weight_mask"]).T + 1)
