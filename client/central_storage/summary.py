@@ -112,16 +112,19 @@ class TensorBoard(Closed):
 
         Raises:
             TypeError: ``name`` is not a str, ``step`` is not an int, or ``value`` is not a number.
-            InvalidArgumentError: ``value`` has several elements, ``name`` is empty, or ``step`` is negative (a
-                ValueError).
+            InvalidArgumentError: ``value`` has several elements, ``name`` is empty or has no UTF-8, or ``step`` is
+                negative or does not fit into an int64 (a ValueError).
             ShutdownError: Called after :meth:`close` (a RuntimeError).
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {name!r:.80}")
         if isinstance(step, bool) or not isinstance(step, int | np.integer | LiveNumber):
             raise TypeError(f"step must be an int, not {step!r:.80}")
-        if not name or int(step) < 0:
-            raise InvalidArgumentError(f"a scalar needs a name and a step from 0, not {name!r} and {int(step)}")
+        # The thread could only warn of them, when the number is lost.
+        if not name or not _is_utf8(name) or not 0 <= int(step) < 1 << 63:
+            raise InvalidArgumentError(
+                f"a scalar needs a name in UTF-8 and a step from 0 below 2**63, not {name!r:.80} and {int(step)}"
+            )
         self._writer.add(name, _kept(name, value), int(step))
 
     def flush(self) -> None:
@@ -161,6 +164,14 @@ class TensorBoard(Closed):
 
     def __repr__(self) -> str:
         return f"<TensorBoard of {self._writer.directory}>"
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kept(name: str, value: Any) -> float | Callable[[], float]:

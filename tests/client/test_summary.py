@@ -60,6 +60,14 @@ def test_numbers_of_every_kind_are_written_in_order(writer: cs.summary.TensorBoa
     assert written(tmp_path) == [("a/b", step, value) for step, value in enumerate((1, 0.5, 2, 3, 1.5, 0.5, 4, 1))]
 
 
+def test_numbers_and_steps_beyond_what_the_file_holds(writer: cs.summary.TensorBoard, tmp_path: Path) -> None:
+    last = (1 << 63) - 1
+    for value in (10**400, -(10**400), 1e300, float("-inf")):
+        writer.scalar("x", value, last)
+    writer.flush()
+    assert written(tmp_path) == [("x", last, value) for value in (np.inf, -np.inf, np.inf, -np.inf)]
+
+
 def test_a_number_that_is_not_there_yet_holds_up_no_one_but_the_thread(tmp_path: Path) -> None:
     with cs.summary.TensorBoard(tmp_path, service_every=None) as writer:
         late = Late()
@@ -74,7 +82,9 @@ def test_a_number_that_is_not_there_yet_holds_up_no_one_but_the_thread(tmp_path:
     ("arguments", "error"),
     [
         (("", 1.0, 0), cs.errors.InvalidArgumentError),
+        (("\ud800", 1.0, 0), cs.errors.InvalidArgumentError),
         (("x", 1.0, -1), cs.errors.InvalidArgumentError),
+        (("x", 1.0, 1 << 63), cs.errors.InvalidArgumentError),
         (("x", np.zeros(2), 0), cs.errors.InvalidArgumentError),
         (("x", cs.PerReplica([np.zeros(2), 1.0]), 0), cs.errors.InvalidArgumentError),
         ((3, 1.0, 0), TypeError),

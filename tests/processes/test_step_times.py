@@ -178,6 +178,23 @@ def test_a_timeline_outlives_a_worker_and_the_server(tmp_path: Path) -> None:
     assert len(runs) >= 3 * STEPS - 2  # a commit that the killed server was in may have no moment
 
 
+def test_two_timelines_at_once_have_one_path(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with two.timeline(path), cs.span("outer"):
+        with two.timeline(path), cs.span("inner"):
+            pass
+        assert any(event["name"] == "inner" for event in json.loads(path.read_text())["traceEvents"])
+    assert any(event["name"] == "outer" for event in json.loads(path.read_text())["traceEvents"])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_is_no_timeline_before_the_training(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    is_trained = False
+    with pytest.raises(IsADirectoryError, match="a timeline is a file"), two.timeline(tmp_path):
+        is_trained = True
+    assert not is_trained
+
+
 def test_a_recorder_keeps_the_last_moments_and_counts_the_others(two: cs.CentralStorageStrategy) -> None:
     step = training(two)
     recorder = Recorder(two.address, limit=4 * 50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -118,7 +119,10 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool | np.bool_):
         return None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an int beyond float64, which must not end the training
+            return math.inf if value > 0 else -math.inf
     if not isinstance(value, np.ndarray | np.generic):
         is_here = getattr(value, "is_ready", None)  # of an array of JAX
         device = getattr(getattr(value, "device", None), "type", "")  # of a tensor of torch

@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from cs_proto.version import __version__
@@ -31,6 +33,7 @@ LIMIT = 200_000
 _LOOK_EVERY = 0.2
 # The first row of spans of a process is below that of its parts.
 _PARTS_ROW = 0
+_recordings = count()
 
 
 class Recorder:
@@ -117,10 +120,13 @@ class Recording:
     def __init__(self, address: str, path: str | os.PathLike[str]) -> None:
         """Begin. Raises as :class:`Recorder` does, and OSError if the file cannot be written."""
         self.path = Path(path).absolute()
-        self._part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        # Several timelines of a script may have the same path.
+        self._part = self.path.with_name(f"{self.path.name}.{os.getpid()}.{next(_recordings)}.part")
         with suppress(FileNotFoundError):
             self._part.unlink()
         # Now, so that a wrong path is said before the training and not after it.
+        if self.path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a timeline is a file, and this is a directory", str(self.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(self._part, flags, 0o666), "w", encoding="utf-8")
         try:
