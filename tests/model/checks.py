@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.model.records import RunFinished, Update
-from tests.model.world import Board, World
+from tests.model.world import World
 
 if TYPE_CHECKING:
     from tests.model.client import Step
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 class BrokenPromise(Exception):
     """An execution that the design must not have."""
+
+
+#: A run is known by its client, too: each client counts from 1.
+Name = tuple[str, int]
 
 
 class Known(NamedTuple):
@@ -29,74 +33,36 @@ class Ledger:
     def __init__(self, world: World) -> None:
         self.world = world
         world.ledger = self
-        self.runs: dict[int, Known] = {}
-        self.succeeded: set[int] = set()
-        self.failed: set[int] = set()
-        self._whole: dict[tuple[int, int], int] = {}
+        self.runs: dict[Name, Known] = {}
+        self.succeeded: set[Name] = set()
+        self.failed: set[Name] = set()
         self._lengths = [0 for _ in world.memory.pieces]
-
-    def begin_anew(self) -> None:
-        """A new service: nothing of the old one counts."""
-        self.runs.clear()
-        self.succeeded.clear()
-        self.failed.clear()
-        self._whole.clear()
-        self._lengths = [0 for _ in self._lengths]
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
     def sent(self, client: str, run: int, step: Step, arguments: tuple[int, ...]) -> None:
         """The client sends a run."""
-        self.runs[run] = Known(client, step, arguments)
+        self.runs[client, run] = Known(client, step, arguments)
 
-    def answered(self, finished: RunFinished) -> None:
+    def answered(self, client: str, finished: RunFinished) -> None:
         """The client reads what came of a run."""
-        run = finished.run
-        counts = [sum(update.run == run for update in piece) for piece in self.world.memory.pieces]
+        name = client, finished.run
+        counts = [sum((update.client, update.run) == name for update in piece) for piece in self.world.memory.pieces]
         if finished.failed:
-            self.failed.add(run)
-            _require(not any(counts), f"run {run} is answered as failed, but committed")
-            _require(self._may_fail(run), f"run {run} fails for no reason: {self.runs[run]}")
+            self.failed.add(name)
+            _require(not any(counts), f"run {name} is answered as failed, but committed")
+            _require(self._may_fail(name), f"run {name} fails for no reason: {self.runs[name]}")
             return
-        self.succeeded.add(run)
-        _require(all(count == 1 for count in counts), f"run {run} is answered, but committed {counts} times")
-        known = self.runs[run]
-        _require(finished.values == known.arguments, f"run {run} is answered with {finished.values} for {known}")
+        self.succeeded.add(name)
+        _require(all(count == 1 for count in counts), f"run {name} is answered, but committed {counts} times")
+        known = self.runs[name]
+        _require(finished.values == known.arguments, f"run {name} is answered with {finished.values} for {known}")
 
-    def _may_fail(self, run: int) -> bool:
+    def _may_fail(self, name: Name) -> bool:
         """Its function fails, it is cancelled, or it may have lost the same worker twice."""
-        world, kind = self.world, self.runs[run].step.kind
+        world, kind = self.world, self.runs[name].step.kind
         cancel = world.client.cancelling if world.client is not None else None
-        return kind in ("fail", "refused") or cancel is not None or len(world.supervisor.lost) > 1
-
-    def returns(self, board: Board, run: int) -> None:
-        """A worker begins to return by its board: its return before must be over."""
-        before = board.returned
-        if before not in self.runs or self.runs[before].client != self.runs[run].client:
-            return
-        is_committed = all(any(update.run == before for update in piece) for piece in self.world.memory.pieces)
-        _require(is_committed or before in self._decided(), f"runs {before} and {run} are both undecided on one board")
-
-    def returned(self, replica: int, incarnation: int, run: int) -> None:
-        """A worker has returned by its board."""
-        self._whole[replica, run] = incarnation
-
-    def refused(self, replica: int, run: int) -> None:
-        """The server does not take this return by the board."""
-        self._whole.pop((replica, run), None)
-
-    def begins(self, replica: int, incarnation: int, run: int) -> None:
-        """A worker begins a run."""
-        by = self._whole.get((replica, run), incarnation)
-        _require(
-            by == incarnation, f"w{replica}.{incarnation} begins run {run}, from which w{replica}.{by} has returned"
-        )
-
-    def _decided(self) -> set[int]:
-        tables = self.world.server.engine.tables if self.world.server is not None else self.world.store
-        stored = self.world.store.over.keys() | tables.over.keys() | self.failed
-        last = max(tables.last, self.world.store.last)
-        return stored | {run for run in self.runs if run <= last}
+        return kind == "fail" or cancel is not None or len(world.supervisor.lost) > 1
 
     # --- after every action -------------------------------------------------------------------------------------------
 
@@ -109,31 +75,22 @@ class Ledger:
 
     def _check_update(self, number: int, piece: tuple[Update, ...]) -> None:
         update, before = piece[-1], piece[:-1]
-        run, known = update.run, self.runs.get(update.run)
+        name = run = update.client, update.run
+        known = self.runs.get(name)
         _require(known is not None, f"run {run} is committed, but nobody sent it")
         assert known is not None
-        _require(all(earlier.run != run for earlier in before), f"run {run} is committed twice")
-        _require(run not in self.failed, f"run {run} is committed after it was answered as failed")
+        _require(all((each.client, each.run) != name for each in before), f"run {run} is committed twice")
+        _require(name not in self.failed, f"run {run} is committed after it was answered as failed")
         _require(update.function == known.step.function, f"run {run} is committed as {update.function}: {known}")
         same = [earlier.t for earlier in before if earlier.function == update.function]
         _require(update.t == len(same) + 1, f"run {run} is committed with t={update.t} after {same}")
         for replica, gradient in enumerate(update.gradients):
             _require(gradient is not None, f"run {run} is committed while w{replica} writes its gradients")
             assert gradient is not None
-            is_of_run = (gradient.run, gradient.replica) == (run, replica)
+            is_of_run = (gradient.client, gradient.run, gradient.replica) == (*name, replica)
             is_right = is_of_run and gradient.argument == known.arguments[replica]
             _require(is_right, f"run {run} is committed with {gradient} for {known}")
             _require(gradient.read[number] == len(before), f"{gradient} is of other variables than run {run} changes")
-        server = self.world.server
-        client = server.engine.tables.client if server is not None else ""
-        is_open = known.client == client or run in self._under_way()
-        _require(is_open, f"run {run} of {known.client} is committed in the session of {client or 'nobody'}")
-
-    def _under_way(self) -> set[int]:
-        """A commit of the general way that was decided before the client left."""
-        server = self.world.server
-        commit = server.engine.tables.commit if server is not None else None
-        return {commit.run} if commit is not None else set()
 
     # --- at the end ---------------------------------------------------------------------------------------------------
 
@@ -147,11 +104,9 @@ class Ledger:
         memory = world.memory
         _require(memory.commits % 2 == 0, "COMMITS stays odd")
         _require(len(set(memory.pieces)) == 1, "the pieces of the variables differ")
-        for run in self.succeeded:
-            _require(sum(update.run == run for update in memory.pieces[0]) == 1, f"run {run} is lost")
-        newest = {(replica, incarnation) for replica, incarnation in enumerate(world.supervisor.incarnations)}
-        leaked = set(memory.boards) - newest if world.rules.incarnation_has_own_board else set()
-        _require(not leaked, f"boards {leaked} are never freed")
+        for name in self.succeeded:
+            count = sum((update.client, update.run) == name for update in memory.pieces[0])
+            _require(count == 1, f"run {name} is lost")
 
 
 def _require(holds: bool, promise: str) -> None:

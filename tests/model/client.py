@@ -1,4 +1,4 @@
-"""The script: sends runs, takes RunFinished, serves workers in the place of dead ones. Nothing here knows the board."""
+"""The script: sends runs, takes RunFinished, serves workers in the place of dead ones. Nothing here knows of marks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Client:
     def _read(self) -> None:
         sent = self.unanswered.pop(0)
         finished = self.early.pop(sent.run)
-        self.world.ledger.answered(finished)
+        self.world.ledger.answered(self.name, finished)
         if finished.failed:
             self.unanswered.clear()  # the steps after it never begin
             self.early.clear()
@@ -158,7 +158,7 @@ class Client:
                     self.early[record.run] = record
             case Welcome():
                 if self.runs < 0:
-                    self.runs, self.incarnations = record.runs, list(record.workers)
+                    self.runs, self.incarnations = 0, list(record.workers)
             case Cancelled():
                 if self.cancelling is not None and self.cancelling.run == record.run:
                     self.workers_know = True

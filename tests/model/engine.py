@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tests.model.captured import Captured, Place, last_of_kinds, span_of
 from tests.model.records import (
     LOOKAHEAD,
-    SESSION,
     Answer,
     Ask,
     Cancel,
     Cancelled,
     Died,
     Dropped,
-    Free,
     Hello,
     Left,
     Record,
@@ -27,21 +26,12 @@ from tests.model.records import (
     Resent,
     Return,
     RunFinished,
-    SayInFull,
     StepFinished,
     Welcome,
     WorkerRestarted,
 )
 from tests.model.rules import Rules
 from tests.model.world import SUPERVISOR, worker_name
-
-
-class Base(NamedTuple):
-    """A full Return that the server keeps, of one incarnation."""
-
-    incarnation: int
-    number: int
-    function: str
 
 
 class Outcome(NamedTuple):
@@ -56,6 +46,7 @@ class Commit(NamedTuple):
     """The commit that is under way."""
 
     ticket: int
+    client: str
     run: int
     function: str
     t: int
@@ -85,16 +76,14 @@ class Open:
 
 @dataclass
 class Tables:
-    """``client``: who has the session, if anybody; ``owner``: who had it last, whose runs are open. ``first``: the
-    number before the first run of the session. ``over``: of the last LOOKAHEAD + 1 runs that are
-    over; all up to ``last`` are. ``accounted``: how many passes of the account are counted in ``t``. ``announced``: the
-    incarnations that the client knows or the Welcome will name."""
+    """``client``: who has the session, if anybody; ``owner``: who had it last, whose runs are open. ``over``: of the
+    last runs that are over; all up to ``last`` are. ``announced``: the incarnations that the client knows or the
+    Welcome will name. ``captured``: the steps that the others do not have."""
 
     replicas: int
-    session: int = 0
     client: str = ""
     owner: str = ""
-    first: int = 0
+    departed: set[str] = field(default_factory=set)
     workers: dict[int, int] = field(default_factory=dict)
     announced: dict[int, int] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
@@ -104,16 +93,14 @@ class Tables:
     ticket: int = 0
     commit: Commit | None = None
     t: dict[str, int] = field(default_factory=dict)
-    bases: dict[int, Base] = field(default_factory=dict)
-    accounted: int = 0
+    captured: dict[Place, Captured] = field(default_factory=dict)
 
     def copy(self) -> Tables:
         return Tables(
             self.replicas,
-            self.session,
             self.client,
             self.owner,
-            self.first,
+            set(self.departed),
             dict(self.workers),
             dict(self.announced),
             set(self.dead),
@@ -123,8 +110,7 @@ class Tables:
             self.ticket,
             self.commit,
             dict(self.t),
-            dict(self.bases),
-            self.accounted,
+            dict(self.captured),
         )
 
 
@@ -135,54 +121,62 @@ class Engine:
     def __init__(self, tables: Tables, rules: Rules) -> None:
         self.tables, self.rules = tables, rules
         self.out: list[Send | Commit] = []
-        self.must_write = False
+        self.must_write = self.is_ahead = False
         self.hello = ""  # a client that waits for its Welcome
 
-    # --- what the pass needs ------------------------------------------------------------------------------------------
+    # --- captured steps -----------------------------------------------------------------------------------------------
 
     def is_quiet(self) -> bool:
         """Whether nothing is open, failing, dead, new or being committed, and a client is there."""
         tables = self.tables
         is_calm = not tables.runs and not tables.dead and tables.commit is None and tables.client != ""
-        return is_calm and len(tables.workers) == tables.replicas and tables.workers == tables.announced
+        is_last_well = tables.last not in tables.over or not tables.over[tables.last].failed
+        is_complete = len(tables.workers) == tables.replicas and tables.workers == tables.announced
+        return is_calm and is_complete and is_last_well
 
-    def plan(self) -> str | None:
-        """The function of the one plan: the bases of all workers agree. None if there is none."""
-        tables = self.tables
-        functions = {base.function for base in tables.bases.values()}
-        if len(tables.bases) < tables.replicas or len(functions) > 1 or not self.is_quiet():
-            return None
-        if any(tables.workers[replica] != base.incarnation for replica, base in tables.bases.items()):
-            return None
-        return functions.pop()
+    def is_heard(self, record: Return | Ask, sender: str) -> bool:
+        """Whether a message of a replica comes from its living worker."""
+        replica = record.replica
+        if not self.rules.late_worker_is_fenced:
+            return True
+        return replica not in self.tables.dead and sender == worker_name(replica, self.tables.workers.get(replica, 0))
 
-    def is_of_session(self, run: int) -> bool:
-        """Whether a run is of the session that is open."""
-        return self.tables.client != "" and run > self.tables.first
-
-    def passed(self, run: int, ticket: int, count: int, recent: dict[int, Outcome]) -> None:
-        """``count`` runs have passed since the last time, ``run`` with ``ticket`` last. ``recent``: the last of them,
-        as if their returns were heard again."""
-        tables = self.tables
-        functions = {base.function for base in tables.bases.values()}
-        assert len(functions) == 1, f"passes are told, but the bases are {tables.bases}"
-        function = functions.pop()
-        tables.t[function] = tables.t.get(function, 0) + count
-        tables.accounted += count
-        tables.ticket = ticket
-        for number, outcome in sorted(recent.items()):
-            self._remember(number, outcome)
-        tables.last = run
+    def replay(self, *, is_committing: bool) -> None:
+        """Hear those captured steps again that a peer may ask for, and count the others. The commit of the last one
+        stays under way if ``is_committing``."""
+        tables, rules = self.tables, self.rules
+        steps = sorted(tables.captured.items(), key=lambda each: each[1].returns[0].run)
+        last = steps[-1][1].returns
+        end, series, function = last[0].run, last[0].series, last[0].function
+        first = end - (span_of(last[0], rules) - 1)
+        for kind, place in last_of_kinds(tables.captured).items():
+            step = tables.captured[place]
+            name = step.returns[0].function
+            count = step.count if rules.stored_step_counts else sum(each[0] == kind for each in tables.captured)
+            tables.t[name] = tables.t.get(name, 0) + count
+            tables.ticket += count
+        for _, step in steps:
+            record = step.returns[0]
+            if record.run >= first and record.series == series:
+                self._remember(record.run, Outcome(series, False, tuple(each.value for each in step.returns)))
+        if is_committing:
+            del tables.over[end]
+            tables.last = end - 1
+            tables.runs[end] = Open(series, dict(enumerate(last)))
+            tables.commit = Commit(tables.ticket, tables.owner, end, function, tables.t[function])
+        tables.captured.clear()
+        self.is_ahead = True
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def hear(self, record: Record, sender: str) -> None:
+        self.is_ahead = True
         match record:
             case Return():
-                if sender == worker_name(record.replica, self.tables.workers.get(record.replica, 0)):
+                if self.is_heard(record, sender):
                     self.returned(record)
             case Ask():
-                if sender == worker_name(record.replica, self.tables.workers.get(record.replica, 0)):
+                if self.is_heard(record, sender):
                     self._asked(record)
             case Register():
                 self._register(record)
@@ -206,25 +200,30 @@ class Engine:
         self._settle()
 
     def returned(self, record: Return) -> None:
-        """A Return, in full or from the board."""
-        tables = self.tables
-        if record.run <= tables.last:
-            self._repeat(record.run)
-        elif self._begin(record.run, record.series):
-            state = tables.runs[record.run]
+        """A Return, by a message or by a mark."""
+        tables, run = self.tables, record.run
+        if record.client != tables.owner and self.rules.returns_name_client:
+            return
+        if run <= tables.last:
+            if self.rules.returns_are_answered_again:
+                self._answer_again(record)
+        elif self._begin(run, record.series):
+            state = tables.runs[run]
             if record.replica in state.returns or record.replica in state.lost:
                 return
             state.returns[record.replica] = record
-            if record.failed or record.kind == "refused":
+            if record.failed:
                 state.failed = True
             self._settle()
 
-    def refuse(self, replica: int, run: int) -> None:
-        """A return on the board has a base that is not held."""
-        if run <= self.tables.last:
+    def _answer_again(self, record: Return) -> None:
+        """A worker says again that it has returned from a run that is over."""
+        tables, run = self.tables, record.run
+        has_gone_on = any(record.replica in state.returns for later, state in tables.runs.items() if later > run)
+        if run in tables.over:
             self._repeat(run)
-        elif self.is_of_session(run) and self.rules.refusals_are_answered:
-            self._say(worker_name(replica, self.tables.workers[replica]), SayInFull(run))
+        elif record.series and not has_gone_on:
+            self._say(worker_name(record.replica, record.incarnation), StepFinished(run, True))
 
     def committed(self) -> None:
         """The commit under way is done. Its end is not written: the next server finds it done, and answers again."""
@@ -232,24 +231,7 @@ class Engine:
         assert commit is not None
         tables.commit = None
         tables.t[commit.function] = commit.t
-        for replica, record in tables.runs[commit.run].returns.items():
-            if record.base:
-                by_its_own = self.rules.base_is_of_its_incarnation
-                incarnation = record.incarnation if by_its_own else tables.workers[replica]
-                tables.bases[replica] = Base(incarnation, record.base, record.function)
         self._finish(commit.run, failed=False)
-        self._settle()
-
-    def resume(self) -> None:
-        """A new server says again what the one before it may not have said."""
-        for run in sorted(self.tables.over) if self.rules.resume_repeats_answers else ():
-            self._repeat(run)
-        for replica, incarnation in self.tables.announced.items():
-            if incarnation > 1:
-                self._announce(replica, incarnation)
-        for replica, incarnation in self.tables.workers.items():
-            for before in range(1, incarnation):
-                self._say(SUPERVISOR, Free(replica, before))
         self._settle()
 
     # --- workers ------------------------------------------------------------------------------------------------------
@@ -264,10 +246,7 @@ class Engine:
                 self._died(Died(replica, before))
             tables.workers[replica] = record.incarnation
             tables.dead.discard(replica)
-            tables.bases.pop(replica, None)
             self.must_write = True
-            for incarnation in range(before, record.incarnation):
-                self._say(SUPERVISOR, Free(replica, incarnation))
         self._say(worker_name(replica, record.incarnation), Registered(record.incarnation))
 
     def _died(self, died: Died) -> None:
@@ -312,12 +291,18 @@ class Engine:
 
     def _hello(self, client: str) -> None:
         tables = self.tables
-        if client == tables.client and self.rules.hello_keeps_session:
-            self._welcome()
-        elif client == tables.client:
-            tables.client, self.hello = "", client
-        else:
+        if client in tables.departed:
+            return
+        if client != tables.client:
             self.hello = client
+            return
+        self._welcome()
+        if self.rules.hello_repeats_answers:
+            for run in sorted(tables.over):
+                self._repeat(run)
+            for replica, incarnation in tables.announced.items():
+                if incarnation > 1:
+                    self._announce(replica, incarnation)
 
     def _welcome_next(self) -> None:
         """A client that waits is welcomed when nothing of the one before it is open, and all workers are there."""
@@ -326,21 +311,16 @@ class Engine:
             return
         if len(tables.workers) < tables.replicas:
             return
-        tables.session += 1
-        if not self.rules.runs_grow:
-            tables.first = 0
-        elif not self.rules.runs_begin_by_session:
-            tables.first = tables.last
-        else:
-            tables.first = tables.session * SESSION
         tables.client, tables.owner, self.hello = self.hello, self.hello, ""
+        tables.over.clear()
+        tables.last = 0
         self.must_write = True
         self._welcome()
 
     def _welcome(self) -> None:
         tables = self.tables
         workers = tuple(tables.announced.get(replica, 0) for replica in range(tables.replicas))
-        self._say(tables.client, Welcome(tables.client, tables.first, workers))
+        self._say(tables.client, Welcome(tables.client, workers))
 
     def _cancel(self, record: Cancel) -> None:
         for run in range(record.run, record.run + record.later + 1):
@@ -358,6 +338,7 @@ class Engine:
         tables = self.tables
         if self.hello == client:
             self.hello = ""
+        tables.departed.add(client)
         if client == tables.client:
             tables.client = ""
             for state in tables.runs.values():
@@ -374,13 +355,13 @@ class Engine:
             state = tables.runs[run]
             state.series = state.series or series
             return True
-        if run <= tables.last or not self.is_of_session(run):
+        if run <= tables.last or not tables.client:
             return False
         tables.runs[run] = Open(series)
         return True
 
     def _asked(self, record: Ask) -> None:
-        if self._begin(record.run, record.series):
+        if record.client == self.tables.owner and self._begin(record.run, record.series):
             state = self.tables.runs[record.run]
             state.asks.add(record.replica)
             state.waiting.add(record.replica)
@@ -422,7 +403,7 @@ class Engine:
             return
         function = functions.pop()
         tables.ticket += 1
-        tables.commit = Commit(tables.ticket, run, function, tables.t.get(function, 0) + 1)
+        tables.commit = Commit(tables.ticket, tables.owner, run, function, tables.t.get(function, 0) + 1)
         self.out.append(tables.commit)
 
     def _finish(self, run: int, *, failed: bool) -> None:
@@ -433,6 +414,8 @@ class Engine:
 
     def _remember(self, run: int, outcome: Outcome) -> None:
         over = self.tables.over
+        for other in [each for each, known in over.items() if not outcome.series or known.series != outcome.series]:
+            del over[other]
         over[run] = outcome
         self.tables.last = max(self.tables.last, run)
         while len(over) > LOOKAHEAD + 1:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 #: Runs that the client sends ahead in a series.
 LOOKAHEAD = 2
-#: Slots of a board. Any number above LOOKAHEAD + 1 will do; the design has 64.
-SLOTS = 8
-#: The first run of session s is SESSION * s + 1. The design has 2**40.
-SESSION = 1000
+#: The steps whose bodies the account keeps: more than a client may ask for. The code has 32.
+STEPS = 4
+#: The bases of a worker. The code has 8.
+BASES = 2
+#: Kinds of steps: f, g and a step that comes as messages.
+KINDS = 3
 #: Pieces in which a commit changes the variables, each with its undo.
 PIECES = 2
 
@@ -19,7 +21,7 @@ PIECES = 2
 
 class Run(NamedTuple):
     """A run for one worker. ``series``: the number of the first run of its series; 0 if it is on its own. ``kind``:
-    plain, ask (the function asks the server), fail (replica 1 raises) or refused (the server refuses a new base)."""
+    plain, ask (the function asks the server), note (it brings what no mark says) or fail (replica 1 raises)."""
 
     run: int
     series: int
@@ -54,20 +56,28 @@ class Register(NamedTuple):
     incarnation: int
 
 
+class Offer(NamedTuple):
+    """Of the mailbox with this number."""
+
+    mailbox: int
+
+
 class Ask(NamedTuple):
     run: int
     series: int
+    client: str
     replica: int
+    incarnation: int
 
 
 class Return(NamedTuple):
-    """``base``: 0, or the number by which the server shall keep it. ``function`` stands for all notes."""
+    """``function`` and ``kind`` stand for all notes."""
 
     run: int
     series: int
+    client: str
     replica: int
     incarnation: int
-    base: int
     function: str
     kind: str
     failed: bool
@@ -85,26 +95,29 @@ class Dropped(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """``runs``: the number before the first run of the session. ``workers``: incarnations by replica."""
+    """``workers``: incarnations by replica."""
 
     client: str
-    runs: int
     workers: tuple[int, ...]
+
+
+class Appoint(NamedTuple):
+    """Server to supervisor: introduce this client to the workers. Back: they know it."""
+
+    client: str
 
 
 class Registered(NamedTuple):
     incarnation: int
 
 
+class Accepted(NamedTuple):
+    mailbox: int
+
+
 class Answer(NamedTuple):
     run: int
     failed: bool
-
-
-class SayInFull(NamedTuple):
-    """The server does not hold the base that the slot of this run names."""
-
-    run: int
 
 
 class StepFinished(NamedTuple):
@@ -130,14 +143,13 @@ class WorkerRestarted(NamedTuple):
     run: int
 
 
-class Free(NamedTuple):
-    """The board of this incarnation is not read any more."""
-
-    replica: int
-    incarnation: int
-
-
 # --- by the supervisor ------------------------------------------------------------------------------------------------
+
+
+class Introduce(NamedTuple):
+    """To a worker: this client may send it runs from now on."""
+
+    client: str
 
 
 class Died(NamedTuple):
@@ -159,18 +171,20 @@ Record = (
     | Cancel
     | Resent
     | Register
+    | Offer
     | Ask
     | Return
     | Dropped
     | Welcome
+    | Appoint
     | Registered
+    | Accepted
     | Answer
-    | SayInFull
     | StepFinished
     | RunFinished
     | Cancelled
     | WorkerRestarted
-    | Free
+    | Introduce
     | Died
     | Left
     | Serving
@@ -183,6 +197,7 @@ Record = (
 class Gradient(NamedTuple):
     """What a replica brings. ``read``: how many updates each piece of the variables had when the replica read it."""
 
+    client: str
     run: int
     replica: int
     argument: int
@@ -190,8 +205,9 @@ class Gradient(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One update of one piece: which run the server means, with which plan and count, from which gradients."""
+    """One update of one piece: which run the server means, with which function and count, from which gradients."""
 
+    client: str
     run: int
     function: str
     t: int

@@ -1,4 +1,4 @@
-"""The rules of the design, each of which a test can switch off."""
+"""The rules of captured steps, each of which a test can switch off."""
 
 from __future__ import annotations
 
@@ -7,86 +7,88 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rules:
-    """The whole design. A rule that is False is a mutation: the search must find what it protects from."""
+    """All rules. One that is False is a mutation: the search must find what it protects from."""
 
-    # --- the pass of the server ---------------------------------------------------------------------------------------
-    #: RunFinished is sent after COMMITTED is stored, not before.
-    answer_after_committed: bool = True
-    #: The kernels and DONE come before the account and COMMITTED.
-    committed_last: bool = True
-    #: The account is stored before COMMITTED, not after it.
-    account_before_committed: bool = True
-    #: The account is written to the half that does not count.
-    account_has_two_halves: bool = True
-    #: The server keeps a base with the incarnation that said it, though its successor may have registered since.
-    base_is_of_its_incarnation: bool = True
-    #: The server flushes its tables when it arms.
-    arming_flushes: bool = True
-    #: The count t of the optimizer is read from the tables at every arming.
-    arming_reads_t: bool = True
-    #: Every event ends the arming; the server arms again when everything is quiet.
-    events_disarm: bool = True
-    #: COMMITTED is raised by passes only, so that it names the account that counts.
-    only_passes_raise_committed: bool = True
-    #: Only a run of the session that is open is passed.
-    pass_is_of_this_session: bool = True
-    #: A run is passed only if the slots name the bases that the server holds.
-    pass_compares_bases: bool = True
+    # --- marks --------------------------------------------------------------------------------------------------------
+    #: The bytes of a mark are stored before its word.
+    body_before_mark: bool = True
+    #: The word of a mark counts, so the same run of the next client is another mark.
+    marks_are_counted: bool = True
+    #: Who has left a mark in a mailbox that its reader has left says the same by a message.
+    left_mark_is_said_again: bool = True
+    #: A mark is left only if the server has taken all that it was sent before.
+    mark_waits_until_all_is_taken: bool = True
+    #: A mark comes before a message of its sender.
+    mark_comes_before_message: bool = True
+    #: Both sides keep as many bases.
+    both_keep_as_many_bases: bool = True
+    #: The bases of a client are none of the next one's.
+    bases_are_of_their_client: bool = True
+    #: A worker names no base of an earlier server.
+    new_server_has_no_bases: bool = True
 
-    # --- how the server hears -----------------------------------------------------------------------------------------
-    #: Undecided returns of the board are heard before the event.
-    board_comes_before_event: bool = True
-    #: The passes are told to the engine before every event, not only before returns and questions.
-    passes_come_before_event: bool = True
-    #: HEARD is set before the return is heard, whatever becomes of it.
-    heard_is_set_first: bool = True
-    #: A return with a base that the server does not hold is answered: say it in full.
-    refusals_are_answered: bool = True
+    # --- programs -----------------------------------------------------------------------------------------------------
+    #: Every event ends a program, and changes the number of the account, which the program compares.
+    events_end_program: bool = True
+    #: A program compares the numbers of the bases.
+    program_compares_bases: bool = True
+    #: What the replicas returned is in the account before the step is counted.
+    account_before_begun: bool = True
+    #: The step is counted before its commit.
+    begun_before_commit: bool = True
+    #: The marks of the end come after the commit.
+    ends_after_commit: bool = True
+    #: RunFinished comes after the commit.
+    answer_after_commit: bool = True
+    #: A program goes on only with the series of the last step, or without one.
+    program_stays_in_series: bool = True
+
+    # --- the account and the store ------------------------------------------------------------------------------------
+    #: A captured step is stored before its commit.
+    step_is_stored: bool = True
+    #: The account belongs to the stored step that has its number.
+    account_has_number: bool = True
+    #: The write that adds the account to the store takes its number out of the stored step.
+    fold_ends_account: bool = True
+    #: The account is written to the store before it begins anew.
+    fold_before_renewal: bool = True
+    #: The account counts the steps of each kind, not only of those whose bodies it has.
+    account_counts_kinds: bool = True
+    #: It keeps the bodies of more steps than a client may ask for.
+    account_exceeds_lookahead: bool = True
+    #: The store has all steps of a series that a client may ask for.
+    store_has_span: bool = True
+    #: A stored step says how many of its kind there were.
+    stored_step_counts: bool = True
+    #: Another event brings the tables up to date first.
+    events_unfold: bool = True
+    #: The returns of a step that is not decided are heard in the general way then.
+    held_returns_are_heard: bool = True
 
     # --- a new server -------------------------------------------------------------------------------------------------
-    #: It counts the passes of the account first.
-    resume_counts_passes: bool = True
-    #: It hears all returns on the boards before it arms.
-    resume_hears_boards: bool = True
-    #: It hears again the last lookahead + 1 passes, not only the last one.
-    resume_hears_all_passes: bool = True
-    #: It says again what became of the last lookahead + 1 runs.
-    resume_repeats_answers: bool = True
-    #: A new store comes with new boards; the supervisor keeps none of an older service.
-    new_store_has_new_boards: bool = True
+    #: It takes the last step as under way.
+    last_step_is_under_way: bool = True
+    #: A worker says its last Return again.
+    last_return_is_said_again: bool = True
+    #: A Return of a run that is over is answered again.
+    returns_are_answered_again: bool = True
+    #: A Hello of the client that has the session is answered with what became of the last runs.
+    hello_repeats_answers: bool = True
 
-    # --- boards and deaths --------------------------------------------------------------------------------------------
-    #: A board has more slots than lookahead + 1, so the slots of runs that a client may ask for are whole.
-    slots_exceed_lookahead: bool = True
-    #: A new incarnation of a worker has a board of its own.
-    incarnation_has_own_board: bool = True
-    #: The board of a dead worker is kept until the server has flushed what it says.
-    board_outlives_worker: bool = True
+    # --- workers and clients ------------------------------------------------------------------------------------------
     #: Died is said when the process has been reaped, so it stores nothing afterwards.
     died_means_reaped: bool = True
-
-    # --- the worker ---------------------------------------------------------------------------------------------------
-    #: RETURNED is stored after the slot.
-    slot_before_returned: bool = True
-    #: Base numbers only grow within an incarnation.
-    bases_only_grow: bool = True
-    #: A step waits for the step before of its series, not for the run before by arithmetic.
-    predecessor_is_of_series: bool = True
-    #: A step of a series waits at all.
+    #: Assumed: what follows a Welcome to the same client waits behind it, until the workers know the client.
+    welcome_comes_first: bool = True
+    #: Nothing of a worker that was replaced or is dead counts.
+    late_worker_is_fenced: bool = True
+    #: A step of a series waits for the end of the one before.
     step_waits: bool = True
-    #: A worker takes a run only if its number is above that of its last one: mail of a client that left is dropped.
-    worker_takes_growing_runs: bool = True
-    #: The worker looks at all its channels, also while runs are queued.
-    worker_hears_all_channels: bool = True
-    #: A worker that has a board never sleeps without a limit.
-    sleep_is_bounded: bool = True
-
-    # --- sessions and arguments ---------------------------------------------------------------------------------------
-    #: Run numbers grow over all sessions; otherwise each session counts from 1.
-    runs_grow: bool = True
-    #: Welcome.runs comes from the number of the session; otherwise from the last run that the server has heard of.
-    runs_begin_by_session: bool = True
-    #: A repeated Hello of the same client gets its session back.
-    hello_keeps_session: bool = True
+    #: A worker takes runs only of a client that was introduced, after it has heard that the one before has left.
+    worker_knows_clients: bool = True
+    #: Assumed: a worker hears what the server has said before it hears the first mail of the next client.
+    server_comes_before_next_client: bool = True
+    #: A Return names its client, and those of another client are dropped.
+    returns_name_client: bool = True
     #: The client keeps the arguments as they were when it sent them.
     arguments_by_value: bool = True

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from tests.model.checks import BrokenPromise, Ledger
 from tests.model.client import Step
-from tests.model.records import LOOKAHEAD
 from tests.model.rules import Rules
 from tests.model.supervisor import Script, Supervisor
+from tests.model.worker import Worker
 from tests.model.world import SERVER, Action, World
 
 #: More actions than any execution needs: one that takes them goes round for ever.
@@ -23,14 +23,13 @@ _TICKS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in an execution: ``kills`` of processes, ticks, Ctrl-C, damaged mailboxes, a lost store; scripts."""
+    """What happens in an execution: ``kills`` of processes, ticks, Ctrl-C, damaged mailboxes; scripts."""
 
     kills: int = 3
     ticks: int = 2
     cancels: int = 1
     damages: int = 1
     scripts: int = 2
-    lost_stores: int = 0
     #: How likely a client is killed, where a worker has 1.
     leaving: int = 1
     #: The chance of each action to be followed by something of the above.
@@ -40,8 +39,10 @@ class Plan:
     #: A script has at most so many blocks, each of steps of one series, with this chance, or of single runs.
     blocks: int = 2
     series: float = 0.6
+    #: The fewest and the most steps of a block.
+    steps: tuple[int, int] = (3, 8)
     #: What kinds of steps the scripts have, beside plain ones, and how often.
-    odd_kinds: tuple[str, ...] = ("ask", "fail", "refused")
+    odd_kinds: tuple[str, ...] = ("ask", "fail", "note")
     odd: float = 0.12
     changes: float = 0.1
 
@@ -78,7 +79,6 @@ class Execution:
         self.paces: dict[str, float] = {}
         self.kills, self.ticks = self.rng.randint(0, plan.kills), self.rng.randint(0, plan.ticks)
         self.damages = self.rng.randint(0, plan.damages)
-        self.lost_stores = self.rng.randint(0, plan.lost_stores)
 
     def run(self, cut: int = -1, victims: Sequence[str] = ()) -> None:
         """From start to rest. ``victims`` are killed after ``cut`` actions. Raises BrokenPromise."""
@@ -120,7 +120,7 @@ class Execution:
         self.trace.append(action.name)
         action.take()
         self.ledger.check()
-        return not action.name.endswith(("server goes on", "server arms", "sleeps"))
+        return not action.name.endswith(("server goes on", "server stops its program"))
 
     def _choose(self, actions: list[Action]) -> Action:
         weights = [self.paces.get(action.pace, 1.0) for action in actions]
@@ -143,9 +143,6 @@ class Execution:
     def _pass_time(self) -> None:
         world = self.world
         self.trace.append("a second passes")
-        for worker in world.workers.values():
-            if worker.may_tick():
-                worker.tick()
         if world.server is not None and world.server.may_tick():
             world.server.tick()
             self.ledger.check()
@@ -153,7 +150,7 @@ class Execution:
     # --- trouble ------------------------------------------------------------------------------------------------------
 
     def _trouble(self) -> None:
-        kind = self.rng.choice(("kill", "kill", "tick", "cancel", "damage", "lost"))
+        kind = self.rng.choice(("kill", "kill", "tick", "cancel", "damage"))
         world = self.world
         if kind == "kill" and self.kills:
             self._kill()
@@ -165,13 +162,17 @@ class Execution:
             world.client.cancel()
         elif kind == "damage" and self.damages and world.workers:
             self.damages -= 1
-            worker = self.rng.choice(list(world.workers.values()))
-            self.trace.append(f"{worker.name} loses its mailbox")
+            self._damage(self.rng.choice(list(world.workers.values())))
+
+    def _damage(self, worker: Worker) -> None:
+        """Something has written over a mailbox: one end leaves it."""
+        server = self.world.server
+        end = self.rng.choice((worker.name, SERVER))
+        self.trace.append(f"{end} leaves the mailbox of {worker.name}")
+        if end == SERVER and server is not None:
+            server.lose_mailbox(worker.name)
+        elif end == worker.name:
             worker.lose_mailbox()
-        elif kind == "lost" and self.lost_stores and world.client is not None and self.supervisor.scripts:
-            self.lost_stores -= 1
-            self.trace.append("the store is lost")
-            self.supervisor.lose_store()
 
     def _kill(self) -> None:
         world = self.world
@@ -202,7 +203,7 @@ class Execution:
         function = "f"
         for series in range(1, rng.randint(1, self.plan.blocks) + 1):
             is_series = rng.random() < self.plan.series
-            for _ in range(rng.randint(3, 3 + LOOKAHEAD + 1)):
+            for _ in range(rng.randint(*self.plan.steps)):
                 if rng.random() < self.plan.changes:
                     function = "g" if function == "f" else "f"
                 is_odd = bool(self.plan.odd_kinds) and rng.random() < self.plan.odd
@@ -225,7 +226,7 @@ def search(
         execution = Execution(seed, rules or Rules(), plan or Plan(), replicas)
         try:
             execution.run()
-        except (BrokenPromise, AssertionError) as broken:
+        except (BrokenPromise, AssertionError, LookupError) as broken:
             if re.search(promise, str(broken)):
                 return Found(seed, str(broken), execution.trace)
     return None

@@ -1,4 +1,4 @@
-"""The supervisor: makes boards, reaps processes, says who has died, starts others in their place. It never dies."""
+"""The supervisor: introduces clients, reaps processes, says who died, starts others in their place. It never dies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 
 from tests.model.client import Client, Step
 from tests.model.engine import Tables
-from tests.model.records import Died, Free, Left, Record, Serving
+from tests.model.records import Appoint, Died, Introduce, Left, Record, Serving
 from tests.model.server import Server
 from tests.model.worker import Worker
-from tests.model.world import SERVER, SUPERVISOR, Account, Action, Board, Slot, World
+from tests.model.world import SERVER, SUPERVISOR, Action, World
 
 
 class Script:
@@ -35,6 +35,7 @@ class Supervisor:
         self.lost: list[str] = []  # all workers that have died
         self.deaths: dict[int, Died] = {}
         self.left: list[Left] = []
+        self.appointed = ""
         world.open_inbox(SUPERVISOR)
         self._start_service()
 
@@ -70,30 +71,6 @@ class Supervisor:
             world.client = None
         world.bury(name)
         self.unreaped.append(name)
-
-    def lose_store(self) -> None:
-        """Everything ends, and a service with a new store begins where the boards of the old one lie, as files."""
-        world = self.world
-        for name in [SERVER, *world.workers, f"c{self.clients}"]:
-            world.inboxes.pop(name, None)
-        world.server = world.client = None
-        world.workers.clear()
-        self.unreaped.clear()
-        self.to_start.clear()
-        self.zombies.clear()
-        self.deaths.clear()
-        self.left.clear()
-        world.inboxes[SUPERVISOR].clear()
-        memory = world.memory
-        memory.pieces = [() for _ in memory.pieces]
-        memory.gradients = [None for _ in memory.gradients]
-        memory.commits, memory.tag, memory.kept, memory.done = 0, (0, 0), (0, 0, ()), 0
-        if world.rules.new_store_has_new_boards:
-            memory.boards.clear()
-            memory.committed, memory.accounts = 0, [Account(), Account()]
-        self.incarnations = [0] * world.replicas
-        world.ledger.begin_anew()
-        self._start_service()
 
     def _reap(self, name: str) -> None:
         self.unreaped.remove(name)
@@ -140,14 +117,12 @@ class Supervisor:
         world = self.world
         if replica in self.to_start:
             self.to_start.remove(replica)
-        if not world.rules.board_outlives_worker:
-            world.memory.boards.pop((replica, self.incarnations[replica]), None)
         self.incarnations[replica] += 1
         incarnation = self.incarnations[replica]
-        place = (replica, incarnation if world.rules.incarnation_has_own_board else 1)
-        board = world.memory.boards.setdefault(place, Board([Slot() for _ in range(world.slots)]))
-        worker = Worker(world, replica, incarnation, board)
+        worker = Worker(world, replica, incarnation)
         world.workers[worker.name] = worker
+        if self.appointed:
+            world.send(SUPERVISOR, worker.name, Introduce(self.appointed))
 
     def _start_client(self) -> None:
         script = self.scripts.popleft()
@@ -156,9 +131,13 @@ class Supervisor:
 
     def _hear(self) -> None:
         record = self.world.take(SUPERVISOR, SERVER)
-        if isinstance(record, Free) and self.world.rules.incarnation_has_own_board:
-            self.world.memory.boards.pop((record.replica, record.incarnation), None)
+        if isinstance(record, Appoint):
+            self.appointed = record.client
+            for name in self.world.workers:
+                self.world.send(SUPERVISOR, name, Introduce(record.client))
+            self.world.send(SUPERVISOR, SERVER, record)
         elif isinstance(record, Left) and record in self.left:
             self.left.remove(record)
+            self.appointed = "" if self.appointed == record.client else self.appointed
             for name in self.world.workers:
                 self.world.send(SUPERVISOR, name, record)

@@ -1,120 +1,120 @@
-"""A worker: carries out runs, and returns by its board where the return is as the last one that the server keeps."""
+"""A worker: carries out runs, and says a Return by a mark where it differs from a base in its run and value only."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
+from tests.model.marks import Bases, Body, Mailbox
 from tests.model.records import (
+    Accepted,
     Answer,
     Ask,
     Cancel,
     Dropped,
     Gradient,
+    Introduce,
     Left,
+    Offer,
+    Record,
     Register,
     Registered,
     Return,
     Run,
-    SayInFull,
     Serving,
     StepFinished,
 )
-from tests.model.world import SERVER, SUPERVISOR, Action, Board, World, worker_name
+from tests.model.world import SERVER, SUPERVISOR, Action, World, worker_name
 
-
-class Base(NamedTuple):
-    """A full Return that the server may keep: its number, and its notes, for which the function stands."""
-
-    number: int
-    function: str
-    run: int
+#: After a Return that is no base: no number of records equals it.
+_NEVER = -1
 
 
 class Worker:
     """One incarnation of one worker."""
 
-    def __init__(self, world: World, replica: int, incarnation: int, board: Board) -> None:
+    def __init__(self, world: World, replica: int, incarnation: int) -> None:
         self.world, self.replica, self.incarnation = world, replica, incarnation
+        self.rules = world.rules
         self.name = worker_name(replica, incarnation)
-        self.board = board
         self.is_registered = False
         self.queue: deque[Run] = deque()
         self.under_way: Run | None = None
-        self.last: Run | None = None
         self.doing: Iterator[str] | None = None
-        # As in today's session: the last step that may not be over, the series that failed last, clients that have
-        # left, what a new server is told again.
+        # The last step that may not be over, the series that failed last, the clients that may send runs and those that
+        # have left, what a new server is told again.
         self.step: Run | None = None
-        self.failed_series = 0
-        self.finished = 0
-        self.cancelled: Cancel | None = None
+        self.failed_series: tuple[str, int] | None = None
+        self.cancelled: tuple[str, Cancel] | None = None
+        self.known: set[str] = set()
+        self.new: set[str] = set()
         self.gone: set[str] = set()
         self.said: Return | None = None
         self.question: Ask | None = None
         self.answer: Answer | None = None
-        # The board.
-        self.numbers = 0
-        self.base: Base | None = None
-        self.has_mailbox = True
-        self.is_asleep = False
+        # The mailbox that both ends use, and the number of the one that is offered.
+        self.box: Mailbox | None = None
+        self.offered = -1
+        # As in marked_returns: the bases and their client; how many records the server was sent, and how many up to the
+        # last Return; whether that one was acted on.
+        self.bases, self.client = Bases(), ""
+        self.sent, self.sent_then, self.is_taken = 0, _NEVER, False
         #: Only where Died does not mean that the process is reaped: it goes on with its run, and hears nothing.
         self.is_zombie = False
         self._next_store = Action(self.name, f"{self.name} goes on", self._go)
         world.open_inbox(self.name)
-        world.send(self.name, SERVER, Register(replica, incarnation))
+        self._offer()
+        self._tell(Register(replica, incarnation))
 
     def actions(self) -> list[Action]:
         if self.doing is not None and self.question is None:
             return [self._next_store]
         if self.is_zombie:
             return []
-        senders = self.world.mail(self.name)
-        if not self.is_registered:
-            senders = [sender for sender in senders if sender in (SERVER, SUPERVISOR)]
-        if not self.world.rules.worker_hears_all_channels and self.queue and SUPERVISOR in senders:
-            senders.remove(SUPERVISOR)
         found = [
             Action(
                 {SUPERVISOR: f"notices of {self.name}", SERVER: self.name}.get(sender, f"mail of {sender}"),
                 f"{self.name} hears {sender}",
                 partial(self._hear, sender),
             )
-            for sender in senders
+            for sender in self.world.mail(self.name)
+            if self._may_hear(sender)
         ]
+        if self._has_mark:
+            found.append(Action(self.name, f"{self.name} hears a mark", self._hear_mark))
         if self.doing is not None:
             if self.answer is not None or self._is_cancelled(self.under_way):
                 found.append(self._next_store)
             return found
-        if self.queue and not self.is_asleep:
-            if self._may_begin(self.queue[0]):
-                found.append(Action(self.name, f"{self.name} begins {self.queue[0].run}", self._begin))
-            else:
-                # The sleep word is stored, and COMMITTED is looked at once more behind a fence: one action.
-                found.append(Action(self.name, f"{self.name} sleeps", self._sleep))
+        if self.queue and self.is_registered and self._may_begin(self.queue[0]):
+            found.append(Action(self.name, f"{self.name} begins {self.queue[0].run}", self._begin))
         return found
 
-    def wake(self) -> None:
-        """The doorbell of the server. It is a word of the mailbox, and rings for nobody without one."""
-        if self.has_mailbox:
-            self.is_asleep = False
-
     def lose_mailbox(self) -> None:
-        """A message in the mailbox is damaged: sockets from now on."""
-        self.has_mailbox = False
+        """A message in the mailbox is damaged: it is left, and everything goes elsewhere from now on."""
+        if self.box is not None and self.doing is None:
+            self.doing = self._leave(self.box)
 
-    def may_tick(self) -> bool:
-        """Whether time can wake this worker."""
-        return self.is_asleep and (self.has_mailbox or self.world.rules.sleep_is_bounded)
+    def _leave(self, box: Mailbox) -> Iterator[str]:
+        box.to_worker.left = True
+        yield "LEFT"
+        if box.to_worker.is_new:
+            self._hear_mark()
+        self.box = None
+        yield "left"
 
-    def tick(self) -> None:
-        """A second has passed."""
-        self.is_asleep = False
+    @property
+    def _has_mark(self) -> bool:
+        return self.box is not None and self.box.to_worker.is_new
 
-    def _sleep(self) -> None:
-        self.is_asleep = True
+    def _may_hear(self, sender: str) -> bool:
+        """A mark comes before the messages of its sender, and the mail of a client after its introduction."""
+        if sender == SERVER:
+            return not self._has_mark
+        if sender in self.new and self.rules.server_comes_before_next_client:
+            return not self._has_mark and self.world.is_silent(self.name, SERVER)
+        return sender == SUPERVISOR or sender in self.known or not self.rules.worker_knows_clients
 
     def _go(self) -> None:
         assert self.doing is not None
@@ -122,25 +122,27 @@ class Worker:
             self.doing = self.under_way = None
             self._confirm_gone()
 
+    def _tell(self, record: Record) -> None:
+        self.sent += 1
+        self.world.send(self.name, SERVER, record)
+
+    def _offer(self) -> None:
+        self.world.mailboxes.append(Mailbox())
+        self.box, self.offered = None, len(self.world.mailboxes) - 1
+        self._tell(Offer(self.offered))
+
     # --- a run --------------------------------------------------------------------------------------------------------
 
     def _may_begin(self, run: Run) -> bool:
         """Variables are read without asking, so the step before of the series must be over."""
-        rules, committed = self.world.rules, self.world.memory.committed
-        if not rules.predecessor_is_of_series:
-            is_first = run.run == run.series or not run.series
-            return is_first or max(committed, self.finished) >= run.run - 1
-        if not run.series or self.step is None or self.step.series != run.series or not rules.step_waits:
-            return True
-        return committed >= self.step.run
+        step = self.step
+        is_next = step is not None and run.series > 0 and (step.client, step.series) == (run.client, run.series)
+        return not is_next or not self.rules.step_waits
 
     def _begin(self) -> None:
         run = self.queue.popleft()
-        if self.last is not None and run.run <= self.last.run and self.world.rules.worker_takes_growing_runs:
-            return  # of a client that has left, or sent once more
-        self.world.ledger.begins(self.replica, self.incarnation, run.run)
         self.step = run if run.series else None
-        self.said, self.answer, self.under_way, self.last = None, None, run, run
+        self.said, self.answer, self.under_way = None, None, run
         self.doing = self._carry_out(run)
 
     def _carry_out(self, run: Run) -> Iterator[str]:
@@ -153,82 +155,96 @@ class Worker:
         yield "variables read"
         memory.gradients[replica] = None
         yield "half of the gradients"
-        memory.gradients[replica] = Gradient(run.run, replica, run.argument, read)
+        memory.gradients[replica] = Gradient(run.client, run.run, replica, run.argument, read)
         yield "gradients"
         failed = run.kind == "fail" and replica == 1
         if run.kind == "ask":
-            self.question = Ask(run.run, run.series, replica)
-            self.world.send(self.name, SERVER, self.question)
+            self.question = Ask(run.run, run.series, run.client, replica, self.incarnation)
+            self._tell(self.question)
             yield "Ask"
             self.question = None
             failed = self.answer is None or self.answer.failed
-        if run.kind != "ask" and not failed and self._may_use_board(run):
-            assert self.base is not None
-            yield from self._return_by_board(run, self.base)
+        base = None if failed or run.kind != "plain" else self._base(run)
+        if base is not None and self.box is not None and not self.box.to_server.left:
+            yield from self._mark(run, base, self.box)
         else:
             self._say_in_full(run, failed=failed)
             yield "Return"
 
-    def _may_use_board(self, run: Run) -> bool:
-        return self.has_mailbox and self.base is not None and self.base.function == run.function
+    def _base(self, run: Run) -> Return | None:
+        """The base of the mark that says the Return of ``run``. None if it has to be said in full."""
+        if run.client != self.client and self.rules.bases_are_of_their_client:
+            return None
+        if (not self.is_taken or self.sent != self.sent_then) and self.rules.mark_waits_until_all_is_taken:
+            return None
+        return self.bases.find(run.series, run.function)
 
-    def _return_by_board(self, run: Run, base: Base) -> Iterator[str]:
-        self.world.ledger.returns(self.board, run.run)
-        slot = self.board.slots[run.run % len(self.board.slots)]
-        if not self.world.rules.slot_before_returned:
-            self.board.returned = run.run
-            yield "RETURNED"
-        slot.run, slot.series = run.run, run.series
-        yield "half of the slot"
-        slot.base, slot.value = base.number, run.argument
-        yield "slot"
-        if self.world.rules.slot_before_returned:
-            self.board.returned = run.run
-            self.world.ledger.returned(self.replica, self.incarnation, run.run)
-            yield "RETURNED"
+    def _mark(self, run: Run, base: Return, box: Mailbox) -> Iterator[str]:
+        lane, rules = box.to_server, self.rules
+        mark = lane.following(run.run, counts=rules.marks_are_counted)
+        if not rules.body_before_mark:
+            lane.mark = mark
+            yield "MARK"
+        lane.body = Body(base.run, run.argument)
+        yield "BODY"
+        if rules.body_before_mark:
+            lane.mark = mark
+            yield "MARK"
+        if lane.left and rules.left_mark_is_said_again:
+            self._say_in_full(run, failed=False)
+            return
+        self.is_taken = False
+        self.said = base._replace(run=run.run, value=run.argument)
 
     def _say_in_full(self, run: Run, *, failed: bool) -> None:
-        number = 0
-        if run.kind != "ask" and not failed:
-            self.numbers = self.numbers + 1 if self.world.rules.bases_only_grow else 1
-            number = self.numbers
-            self.base = Base(number, run.function, run.run)
         value = 0 if failed else run.argument
-        who = (self.replica, self.incarnation)
-        self.said = Return(run.run, run.series, *who, number, run.function, run.kind, failed, value)
-        self.world.send(self.name, SERVER, self.said)
+        who = (run.client, self.replica, self.incarnation)
+        self.said = Return(run.run, run.series, *who, run.function, run.kind, failed, value)
+        self._tell(self.said)
+        if self.client != run.client:
+            self.client = run.client
+            if self.rules.bases_are_of_their_client:
+                self.bases = Bases()
+        self.sent_then = self.sent if self.bases.keep(self.said) else _NEVER
+        self.is_taken = False
 
     def _is_cancelled(self, run: Run | None) -> bool:
         if run is None or run.client in self.gone:
             return run is not None
-        cancel = self.cancelled
-        return cancel is not None and cancel.run <= run.run <= cancel.run + cancel.later
+        if self.cancelled is None or self.cancelled[0] != run.client:
+            return False
+        cancel = self.cancelled[1]
+        return cancel.run <= run.run <= cancel.run + cancel.later
 
     # --- what it hears ------------------------------------------------------------------------------------------------
 
+    def _hear_mark(self) -> None:
+        assert self.box is not None
+        run, _ = self.box.to_worker.take()
+        self._finish_step(StepFinished(run, failed=False))
+
     def _hear(self, sender: str) -> None:
         record = self.world.take(self.name, sender)
-        self.is_asleep = False
+        self.new.discard(sender)
         match record:
             case Run():
-                if record.client in self.gone or (record.series and record.series == self.failed_series):
-                    return
-                self.failed_series = 0
-                self.queue.append(record)
+                self._take(record)
             case Cancel():
-                self.cancelled = record
+                self.cancelled = sender, record
             case StepFinished():
-                self.finished = max(self.finished, record.run)
-                if self.step is not None and self.step.run == record.run:
-                    self._finish_step(self.step, record.failed)
-            case SayInFull():
-                self._repeat(record.run)
+                self._finish_step(record)
             case Answer():
                 if self.question is not None and self.question.run == record.run:
                     self.answer = record
             case Registered():
                 self.is_registered = True
                 self._confirm_gone()
+            case Accepted():
+                if record.mailbox == self.offered:
+                    self.box, self.offered = self.world.mailboxes[record.mailbox], -1
+            case Introduce():
+                self.known.add(record.client)
+                self.new.add(record.client)
             case Left():
                 self.gone.add(record.client)
                 self.queue = deque(run for run in self.queue if run.client not in self.gone)
@@ -236,33 +252,40 @@ class Worker:
             case Serving():
                 self._server_serves()
 
-    def _finish_step(self, step: Run, failed: bool) -> None:
-        self.step = self.said = None
-        if failed:
-            if self.base is not None and self.base.run == step.run:
-                self.base = None
-            self.failed_series = step.series
-            self.queue = deque(run for run in self.queue if run.series != step.series)
-            if self.queue:
-                self.failed_series = 0
+    def _take(self, run: Run) -> None:
+        if run.client in self.gone or (run.client, run.series) == self.failed_series:
+            return
+        self.failed_series = None
+        if not run.series and self.under_way is None:
+            self.is_taken = True  # the controller has the results of all runs before
+        self.queue.append(run)
 
-    def _repeat(self, run: int) -> None:
-        """The server does not hold the base of this return. If this is the run after which this worker waits, it is
-        said again; otherwise nobody needs it."""
-        if self.last is not None and self.last.run == run and self.said is None and self.under_way is None:
-            self._say_in_full(self.last, failed=False)
+    def _finish_step(self, finished: StepFinished) -> None:
+        step = self.step
+        if step is None or step.run != finished.run:
+            return
+        self.step = self.said = None
+        self.is_taken = True
+        if finished.failed:
+            self.failed_series = failed = step.client, step.series
+            self.queue = deque(run for run in self.queue if (run.client, run.series) != failed)
+            if self.queue:
+                self.failed_series = None
 
     def _server_serves(self) -> None:
+        self._offer()
         if not self.is_registered:
-            self.world.send(self.name, SERVER, Register(self.replica, self.incarnation))
+            self._tell(Register(self.replica, self.incarnation))
             return
-        if self.said is not None:
-            self.world.send(self.name, SERVER, self.said)
+        if self.rules.new_server_has_no_bases:
+            self.bases = Bases()
+        if self.said is not None and self.rules.last_return_is_said_again:
+            self._tell(self.said)
         if self.question is not None:
-            self.world.send(self.name, SERVER, self.question)
+            self._tell(self.question)
         self._confirm_gone()
 
     def _confirm_gone(self) -> None:
         if self.is_registered and self.under_way is None:
             for client in sorted(self.gone):
-                self.world.send(self.name, SERVER, Dropped(client, self.replica))
+                self._tell(Dropped(client, self.replica))

@@ -1,4 +1,4 @@
-"""The world: shared memory, the server's store, FIFO channels and the processes.
+"""The world: shared memory, the server's store, FIFO channels, mailboxes and the processes.
 
 A process is a small class. Its ``actions()`` are those that it can take now. A sequence of stores is a generator that
 yields after every single store; while one is under way its next store is the only action of the process. A kill drops
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.model.records import PIECES, SLOTS, Gradient, Record, Update
+from tests.model.marks import NO_BODY, Body, Mailbox
+from tests.model.records import KINDS, PIECES, STEPS, Gradient, Record, Update
 from tests.model.rules import Rules
 
 if TYPE_CHECKING:
@@ -45,40 +46,36 @@ class Action(NamedTuple):
 
 
 @dataclass
-class Slot:
-    """One return on a board, as it is while the worker writes it, too."""
+class Begun:
+    """What the account has of one run: its kind, how many steps of each kind there were up to it, and the bytes of the
+    marks."""
 
-    run: int = 0
-    series: int = 0
-    base: int = 0
-    value: int = 0
-
-
-@dataclass
-class Board:
-    """``board/w<r>.<i>``. Only that incarnation writes it."""
-
-    slots: list[Slot]
-    returned: int = 0
+    kind: int = 0
+    counts: tuple[int, ...] = (0,) * KINDS
+    bodies: list[Body] = field(default_factory=list)
 
 
 @dataclass
 class Account:
-    """The passes so far: the last one's run and ticket, and how many there were."""
+    """``number`` is that of the stored step that the account follows; ``begun`` counts the steps after it."""
 
-    run: int = 0
-    ticket: int = 0
-    passed: int = 0
+    number: int = 1
+    begun: int = 0
+    size: int = STEPS
+    replicas: int = 2
+    steps: dict[int, Begun] = field(default_factory=dict)
+
+    def of(self, run: int) -> Begun:
+        """The place of a run."""
+        return self.steps.setdefault(run % self.size, Begun(bodies=[NO_BODY] * self.replicas))
 
 
 @dataclass
 class Memory:
     """What outlives every process."""
 
-    boards: dict[tuple[int, int], Board] = field(default_factory=dict)
-    committed: int = 0
-    accounts: list[Account] = field(default_factory=lambda: [Account(), Account()])
-    #: By replica, as today: of all incarnations.
+    account: Account = field(default_factory=Account)
+    #: By replica, of all incarnations.
     gradients: list[Gradient | None] = field(default_factory=list)
     #: The variables: all updates of each piece.
     pieces: list[tuple[Update, ...]] = field(default_factory=lambda: [() for _ in range(PIECES)])
@@ -98,14 +95,16 @@ class World:
 
     def __init__(self, rules: Rules, replicas: int, rng: random.Random) -> None:
         self.rules, self.replicas, self.rng = rules, replicas, rng
-        self.slots = SLOTS if rules.slots_exceed_lookahead else 1
-        self.memory = Memory(gradients=[None] * replicas)
+        account = Account(size=STEPS if rules.account_exceeds_lookahead else 1, replicas=replicas)
+        self.memory = Memory(account, [None] * replicas)
         self.store: Tables
         self.ledger: Ledger
         self.supervisor: Supervisor
         self.server: Server | None = None
         self.client: Client | None = None
         self.workers: dict[str, Worker] = {}
+        #: By number: what a worker has offered, for a server that opens it.
+        self.mailboxes: list[Mailbox] = []
         #: By receiver that is alive, then by sender.
         self.inboxes: dict[str, dict[str, deque[Record]]] = {}
 
