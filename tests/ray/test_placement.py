@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -141,24 +141,32 @@ def test_a_killed_node_and_a_killed_head_are_replaced(mortal: Running, bits: str
 def test_two_trainings_at_once_of_which_nothing_is_left_if_their_launchers_end(cluster: Running, bits: str) -> None:
     """One of them by Ctrl-C and the other by SIGKILL, in a step."""
     stop = STEPS + 5  # of a training after the one that has the digest
-    command = ("cs-launch", "--ray", "auto", "--workers", "3", HERE / "placed.py", str(stop))
-    with (
-        start(*command, environment=cluster.environment) as one,
-        start(*command, environment=cluster.environment) as other,
-    ):
+    command = ("cs-launch", "--ray", "auto", "--workers", "3", HERE / "placed.py", "2", str(stop))
+    with ExitStack() as both:
+        one = both.enter_context(start(*command, environment=cluster.environment))
+        one.wait_for("^stopped 2 ", unit(120))
+        of_one = outposts(cluster)
+        other = both.enter_context(start(*command, environment=cluster.environment))
+        other.wait_for("^stopped 2 ", unit(120))
+        of_both = outposts(cluster)
+        assert (len(of_one), len(of_both)) == (3, 6)
         for training in (one, other):
-            assert training.wait_for(DIGEST.pattern, unit(150))[1] == bits
-            training.wait_for(f"^stopped {stop} ", unit(60))
-            assert re.search(RESOLVER, training.out, re.MULTILINE)
+            go_on(training, 2)
+        for training in (one, other):
+            training.wait_for(f"^stopped {stop} ", unit(120))
+            assert training.wait_for(DIGEST.pattern)[1] == bits
+            assert training.wait_for(RESOLVER)
             assert "3 workers on 1 node (127.0.0.1: w0-w2)" in training.err
-        found = outposts(cluster)
-        assert len(found) == 6
+        assert len(run_directories()) == 8
         one.press_ctrl_c()
+        one.wait(unit(30))
+        assert one.left(unit(20)) == []
+        assert living_after(unit(20), of_one) == []
+        assert len(run_directories()) == 4  # of the other: one of its service, and one of each launcher of a worker
         other.signal(signal.SIGKILL)
-        for training in (one, other):
-            training.wait(unit(30))
-            assert training.left(unit(20)) == []
-        assert living_after(unit(20), found) == []
+        other.wait(unit(30))
+        assert other.left(unit(20)) == []
+        assert living_after(unit(20), of_both) == []
         run("cs-ctl", "ls").ok()  # the next command removes what a killed launcher has left
         assert run_directories() == []
 
