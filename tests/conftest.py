@@ -86,7 +86,15 @@ _NEEDS_KERNELS = (
     "server/test_service.py",
 )
 #: The places of files whose tests start many processes or carry out thousands of steps.
-_TAKE_LONGEST = ("tests/processes/", "tests/server/engine/", "tests/server/compute/", "tests/model/", "tests/interop/")
+_TAKE_LONGEST = (
+    "tests/processes/",
+    "tests/server/engine/",
+    "tests/server/compute/",
+    "tests/model/",
+    "tests/interop/",
+    "tests/ray/test_placement.py",
+    "tests/ray/test_train.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

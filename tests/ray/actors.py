@@ -1,10 +1,11 @@
 """Actors of Ray with a service each, as a test asks for.
 
     python tests/ray/actors.py train RATE RATE   # two at once; prints their digests
-    python tests/ray/actors.py HOW [kept]        # prints the processes of one, and ends it after SIGUSR1
+    python tests/ray/actors.py end HOW...        # one after the other; prints the processes of each, ends it after a
+                                                 # SIGUSR1, and goes on after another
 
 HOW is ``kill`` (while a method runs), ``let-go`` (the last handle is deleted) or ``none`` (somebody else ends it).
-``kept``: Ray leaves the children of the actor alone.
+With ``-kept`` behind it, Ray leaves the children of the actor alone.
 """
 
 from __future__ import annotations
@@ -52,20 +53,21 @@ def train(rates: list[str]) -> None:
     ray.get([actor.close.remote() for actor in actors])
 
 
-def end(how: str, *options: str) -> None:
+def end(said: str) -> None:
     """Open a service, and end its actor when told to."""
-    kept = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}} if "kept" in options else {}
+    how = said.removesuffix("-kept")
+    kept = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}} if said != how else {}
     actor = ray.remote(num_cpus=2, runtime_env=kept)(Trial).remote()
     pids = ray.get(actor.open.remote(0.1))
     ray.get(actor.train.remote())
     busy = actor.hang.remote() if how == "kill" else None
-    print("processes", *pids, flush=True)
+    print("processes", said, *pids, flush=True)
     signal.sigwait({signal.SIGUSR1})
     if how == "kill":
         ray.kill(actor)
     elif how == "let-go":
         del actor
-    print("told", flush=True)
+    print("told", said, flush=True)
     signal.sigwait({signal.SIGUSR1})  # the actor ends by what it was told, and not because its driver has ended
     del busy
 
@@ -77,7 +79,8 @@ def main(word: str, *more: str) -> None:
     if word == "train":
         train(list(more))
     else:
-        end(word, *more)
+        for how in more:
+            end(how)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """What a service sees of the resources that Ray gives an actor.
 
-python tests/ray/resources.py threads   # of each worker: as Ray sets them, and as the runtime environment does
-python tests/ray/resources.py gpus      # of two actors with a GPU each: its name, and what CUDA shows to the worker
+Prints the threads of each worker, as Ray sets them and as the runtime environment does; then, for each of two actors
+with a GPU, its name and what CUDA shows to the worker.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 
 import ray
 
@@ -33,19 +32,17 @@ class Gpus:
             return device, int(shown)
 
 
-def main(word: str) -> None:
+def main() -> None:
     """Print what was found."""
     ray.init(log_to_driver=False)
-    if word == "threads":
-        for variables in ({}, {"OMP_NUM_THREADS": "1"}):
-            task = ray.remote(num_cpus=2, runtime_env={"env_vars": variables})(threads)
-            print(ray.get(task.remote()), flush=True)
-    else:
-        passed = {name: os.environ[name] for name in ("CS_NVIDIA_DRIVER", "PYTHONPATH")}
-        actors = [ray.remote(num_gpus=1, runtime_env={"env_vars": passed})(Gpus).remote() for _ in range(2)]
-        for device, shown in sorted(ray.get([actor.look.remote() for actor in actors]), key=lambda pair: pair[1]):
-            print(device, shown, flush=True)
+    for variables in ({}, {"OMP_NUM_THREADS": "1"}):
+        task = ray.remote(num_cpus=2, runtime_env={"env_vars": variables})(threads)
+        print(ray.get(task.remote()), flush=True)
+    passed = {name: os.environ[name] for name in ("CS_NVIDIA_DRIVER", "PYTHONPATH")}
+    actors = [ray.remote(num_gpus=1, runtime_env={"env_vars": passed})(Gpus).remote() for _ in range(2)]
+    for device, shown in sorted(ray.get([actor.look.remote() for actor in actors]), key=lambda pair: pair[1]):
+        print(device, shown, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

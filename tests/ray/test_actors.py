@@ -18,9 +18,10 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(unit(200))
 
 
-def processes(driver: Child) -> list[psutil.Process]:
+def processes(driver: Child, how: str) -> list[psutil.Process]:
     """An actor, and the supervisor, the server and two workers that are its service."""
-    found = [psutil.Process(int(pid)) for pid in driver.wait_for(r"^processes (.+)$", unit(120))[1].split()]
+    said = driver.wait_for(rf"^processes {how} (.+)$", unit(120))[1]
+    found = [psutil.Process(int(pid)) for pid in said.split()]
     assert len(found) == 5
     assert len(run_directories()) == 1
     return found
@@ -33,31 +34,20 @@ def test_two_at_once_train_to_the_bits_of_plain_processes(node: Mapping[str, str
     assert [line for line in driver.lines if re.fullmatch("[0-9a-f]{64}", line)] == plain
 
 
-def test_an_actor_that_sigkill_ends_leaves_nothing(node: Mapping[str, str]) -> None:
-    with start(HERE / "actors.py", "none", environment=node) as driver:
-        actor, *service = processes(driver)
-        actor.kill()
-        assert living_after(unit(20), [actor, *service]) == []
-        assert run_directories() == []
-
-
-@pytest.mark.parametrize("how", [("let-go",), ("let-go", "kept"), ("kill", "kept")], ids=" ".join)
-def test_an_actor_that_ray_ends_leaves_nothing(node: Mapping[str, str], how: tuple[str, ...]) -> None:
+def test_an_actor_that_ends_leaves_nothing(node: Mapping[str, str]) -> None:
     """With ``kept``, the supervisor ends the service. Without, Ray kills it, and the exit handler of the actor removes
-    its directory."""
-    with start(HERE / "actors.py", *how, environment=node) as driver:
-        ended = processes(driver)
-        driver.signal(signal.SIGUSR1)
-        assert living_after(unit(20), ended) == []
-        assert run_directories() == []
-
-
-def test_an_actor_that_ray_kills_leaves_at_most_a_directory_which_the_next_start_clears(
-    node: Mapping[str, str],
-) -> None:
-    """Ray kills the supervisor, and then the actor, which has no time for its exit handlers."""
-    with start(HERE / "actors.py", "kill", environment=node) as driver:
-        ended = processes(driver)
-        driver.signal(signal.SIGUSR1)
-        assert living_after(unit(20), ended) == []
-        assert_next_start_clears(run_directories())
+    its directory, unless Ray kills the actor, too: the next start clears the directory then."""
+    hows = ("none", "let-go", "let-go-kept", "kill-kept", "kill")
+    with start(HERE / "actors.py", "end", *hows, environment=node) as driver:
+        for how in hows:
+            actor, *service = processes(driver, how)
+            if how == "none":
+                actor.kill()
+                assert living_after(unit(20), [actor, *service]) == []
+            driver.signal(signal.SIGUSR1)
+            driver.wait_for(f"^told {how}$", unit(20))
+            assert living_after(unit(20), [actor, *service]) == []
+            if how == "kill":
+                assert_next_start_clears(run_directories())
+            assert run_directories() == []
+            driver.signal(signal.SIGUSR1)

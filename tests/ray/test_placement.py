@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,9 +16,15 @@ from tests.harness.processes import Child, Ended, living_after, run, start
 from tests.harness.timing import unit
 from tests.ray.conftest import Running
 from tests.ray.leavings import run_directories
+from tests.ray.training import STEPS
 
 HERE = Path(__file__).parent
 DIGEST = re.compile("^digest 3 ([0-9a-f]{64})$", re.MULTILINE)
+#: How a script learns where its workers are.
+RESOLVER = (
+    r"^resolver \{'chief': \['127.0.0.1'\], 'ps': \['127.0.0.1:\d+'\], "
+    r"'worker': \['127.0.0.1', '127.0.0.1', '127.0.0.1'\]\}$"
+)
 ON_RAY = ("cs-launch", "--max-restarts", "9", "--ray", "auto", "--workers", "3", "--workers-per-node", "1")
 
 pytestmark = pytest.mark.timeout(unit(240))
@@ -80,10 +86,12 @@ def test_pretend_nodes_of_its_own(bits: str) -> None:
     assert run_directories() == []
 
 
-def test_workers_of_a_node_have_one_launcher(cluster: Running, bits: str) -> None:
-    """They share a copy of the variables; a worker that dies is replaced alone, and a launcher with its workers."""
+def test_what_dies_is_placed_again(cluster: Running, bits: str) -> None:
+    """The workers of a node share a launcher and a copy of the variables. One of them starts again alone, where it was;
+    then their launcher, with all of them; an actor of Ray with another launcher; and the placer, and with it all
+    workers."""
     options = ("--ray", "auto", "--max-restarts", "9", "--workers", "3", "--workers-per-node", "2")
-    command = ("cs-launch", *options, HERE / "placed.py", "2", "5")
+    command = ("cs-launch", *options, HERE / "placed.py", "2", "4", "7", "9")
     with start(*command, environment=cluster.environment) as training:
         training.wait_for("^stopped 2 ", unit(120))
         found = {len(workers_of(each)): each for each in outposts(cluster)}
@@ -92,33 +100,14 @@ def test_workers_of_a_node_have_one_launcher(cluster: Running, bits: str) -> Non
         victim.kill()
         training.wait_for(r"worker w\d \(pid \d+ [^)]+\) ended by SIGKILL", unit(60), "err")
         go_on(training, 2)
-        training.wait_for("^stopped 5 ", unit(120))
+        training.wait_for("^stopped 4 ", unit(120))
         assert other.is_running()
         found[2].kill()
         again = r"worker-\d \(2 workers\) on 127.0.0.1 ended by exit code -9.*; it is placed again"
         training.wait_for(again, unit(60), "err")
-        go_on(training, 5)
-        ended = ends_well(training, cluster)
-    assert digest(ended) == bits
-    assert "with 3 nodes: 3 workers on 127.0.0.1" in ended.err
-
-
-def test_workers_that_die_are_placed_again(cluster: Running, bits: str) -> None:
-    """A worker, which starts again where it was; a launcher on a node, then an actor; then the placer, and with it all
-    workers."""
-    with stopped_training(cluster, 2, 4, 7, 9) as (training, [launcher, *_]):
-        [worker] = workers_of(launcher)
-        worker.kill()
-        training.wait_for(r"worker w\d \(pid \d+ [^)]+\) ended by SIGKILL", unit(60), "err")
-        go_on(training, 2)
-        training.wait_for("^stopped 4 ", unit(120))
-        assert launcher.is_running()
-        launcher.kill()
-        training.wait_for(r"worker-\d on 127.0.0.1 ended by exit code -9.*; it is placed again", unit(60), "err")
         go_on(training, 4)
         training.wait_for("^stopped 7 ", unit(120))
-        [actor] = {process.ppid() for process in outposts(cluster)[:1]}
-        os.kill(actor, signal.SIGKILL)
+        os.kill(found[1].ppid(), signal.SIGKILL)
         training.wait_for(r"worker-\d on 127.0.0.1 is gone: .*; it is placed again", unit(60), "err")
         go_on(training, 7)
         training.wait_for("^stopped 9 ", unit(120))
@@ -126,7 +115,9 @@ def test_workers_that_die_are_placed_again(cluster: Running, bits: str) -> None:
         placer.kill()
         training.wait_for("the placer .* ended by SIGKILL; its workers are gone", unit(60), "err")
         go_on(training, 9)
-        assert digest(ends_well(training, cluster)) == bits
+        ended = ends_well(training, cluster)
+    assert digest(ended) == bits
+    assert "with 3 nodes: 3 workers on 127.0.0.1" in ended.err
 
 
 def test_a_killed_node_and_a_killed_head_are_replaced(mortal: Running, bits: str) -> None:
@@ -147,25 +138,37 @@ def test_a_killed_node_and_a_killed_head_are_replaced(mortal: Running, bits: str
         assert digest(ends_well(training, mortal)) == bits
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_if_the_launcher_ends(cluster: Running, number: signal.Signals) -> None:
-    with stopped_training(cluster, 5) as (training, found):
-        if number == signal.SIGINT:
-            training.press_ctrl_c()
-        else:
-            training.signal(number)
-        training.wait(unit(30))
-        assert training.left(unit(20)) == []
-        assert living_after(unit(20), found) == []
-        if number == signal.SIGKILL:
-            run("cs-ctl", "ls").ok()  # the next command removes what a killed launcher has left
+def test_two_trainings_at_once_of_which_nothing_is_left_if_their_launchers_end(cluster: Running, bits: str) -> None:
+    """One of them by Ctrl-C and the other by SIGKILL, in a step."""
+    stop = STEPS + 5  # of a training after the one that has the digest
+    command = ("cs-launch", "--ray", "auto", "--workers", "3", HERE / "placed.py", "2", str(stop))
+    with ExitStack() as both:
+        one = both.enter_context(start(*command, environment=cluster.environment))
+        one.wait_for("^stopped 2 ", unit(120))
+        of_one = outposts(cluster)
+        other = both.enter_context(start(*command, environment=cluster.environment))
+        other.wait_for("^stopped 2 ", unit(120))
+        of_both = outposts(cluster)
+        assert (len(of_one), len(of_both)) == (3, 6)
+        for training in (one, other):
+            go_on(training, 2)
+        for training in (one, other):
+            training.wait_for(f"^stopped {stop} ", unit(120))
+            assert training.wait_for(DIGEST.pattern)[1] == bits
+            assert training.wait_for(RESOLVER)
+            assert "3 workers on 1 node (127.0.0.1: w0-w2)" in training.err
+        assert len(run_directories()) == 8
+        one.press_ctrl_c()
+        one.wait(unit(30))
+        assert one.left(unit(20)) == []
+        assert living_after(unit(20), of_one) == []
+        assert len(run_directories()) == 4  # of the other: one of its service, and one of each launcher of a worker
+        other.signal(signal.SIGKILL)
+        other.wait(unit(30))
+        assert other.left(unit(20)) == []
+        assert living_after(unit(20), of_both) == []
+        run("cs-ctl", "ls").ok()  # the next command removes what a killed launcher has left
         assert run_directories() == []
-
-
-def test_two_trainings_at_once(cluster: Running, bits: str) -> None:
-    both = ("cs-launch", "--ray", "auto", "--workers", "3", HERE / "placed.py")
-    with start(*both, environment=cluster.environment) as one, start(*both, environment=cluster.environment) as other:
-        assert [digest(training.wait(unit(150)).ok()) for training in (one, other)] == [bits, bits]
 
 
 def test_a_script_that_has_its_workers_placed_and_is_killed(cluster: Running, bits: str) -> None:
@@ -173,6 +176,8 @@ def test_a_script_that_has_its_workers_placed_and_is_killed(cluster: Running, bi
     with start(HERE / "own_workers.py", address, environment=cluster.environment) as script:
         assert script.wait_for(DIGEST.pattern, unit(120))[1] == bits
         assert script.wait_for("^variable (.+)$")[1] == "True True True"
+        assert script.wait_for(RESOLVER)
+        assert "3 workers on 1 node (127.0.0.1: w0-w2)" in script.err
         found = outposts(cluster)
         assert len(found) == 3
         script.signal(signal.SIGKILL)

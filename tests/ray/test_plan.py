@@ -1,4 +1,4 @@
-"""``cs-launch --ray auto --plan``, and the names of nodes in a training that Ray has placed."""
+"""``cs-launch --ray auto --plan``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from tests.harness.timing import unit
 from tests.ray.conftest import CPUS_OF_NODE, Running
 
 SCRIPT = """
-import sys
 import numpy as np
 import central_storage as cs
 
-if sys.argv[1:] == ["own"]:
-    from central_storage.ray import RayCluster
-    strategy = cs.CentralStorageStrategy(cluster=RayCluster(workers=2), start_timeout=120)
-else:
-    strategy = cs.CentralStorageStrategy()
+strategy = cs.CentralStorageStrategy()
 print("resolver", strategy.cluster_resolver.cluster_spec().as_dict(), flush=True)
 with strategy.scope():
     w = cs.Variable(np.zeros(1_000_000, np.float32))
@@ -36,9 +31,8 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_plan_asks_ray_for_the_places_and_gives_them_back(cluster: Running, script: Path) -> None:
-    for _ in range(2):  # which takes all that the cluster has
-        options = ("--ray", "auto", "--workers", str(3 * CPUS_OF_NODE), "--plan", "--bandwidth", "1Gbit")
-        ended = run("cs-launch", *options, script, environment=cluster.environment, timeout=unit(120)).ok()
+    options = ("--ray", "auto", "--workers", str(3 * CPUS_OF_NODE), "--plan", "--bandwidth", "1Gbit")  # all there is
+    ended = run("cs-launch", *options, script, environment=cluster.environment, timeout=unit(120)).ok()
     assert ended.lines[0] == "plan: 6 workers on 3 nodes, variables on cpu:0 of 127.0.0.1"
     assert re.fullmatch(r"Ray [\d.]+ with 3 nodes: 6 workers on 127.0.0.1", ended.lines[1])
     assert sum(line.startswith("127.0.0.1  ") and "2 workers" in line for line in ended.lines) == 3
@@ -46,26 +40,8 @@ def test_a_plan_asks_ray_for_the_places_and_gives_them_back(cluster: Running, sc
     assert "result 5" not in ended.err + ended.out
     assert "'worker': ['127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1', '127.0.0.1']" in ended.err
 
-
-def test_a_plan_counts_one_copy_for_the_workers_of_a_node(cluster: Running, script: Path) -> None:
+    # The workers of a node share a copy.
     options = ("--ray", "auto", "--workers", "4", "--workers-per-node", "2", "--plan")
     ended = run("cs-launch", *options, script, environment=cluster.environment, timeout=unit(120)).ok()
     assert ended.lines[0] == "plan: 4 workers on 2 nodes, variables on cpu:0 of 127.0.0.1"
     assert "8.0 MB out, 16 MB in; the workers of a node share its copy" in ended.out
-
-
-def test_what_ray_lacks_is_an_error_of_the_plan(cluster: Running, script: Path) -> None:
-    options = ("--ray", "auto", "--workers", "7", "--plan", "--start-timeout", "3")
-    ended = run("cs-launch", *options, script, environment=cluster.environment, timeout=unit(60))
-    assert (ended.code, "7 workers need CPU 7, but the cluster has CPU 6" in ended.err) == (3, True), str(ended)
-    assert "resolver" not in ended.err  # the script did not run
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_script_learns_where_its_workers_are(cluster: Running, script: Path, own: bool) -> None:
-    words = [script, "own"] if own else ["cs-launch", "--ray", "auto", "--workers", "2", script]
-    ended = run(*words, environment=cluster.environment, timeout=unit(120)).ok()
-    found = r"resolver \{'chief': \['127.0.0.1'\], 'ps': \['127.0.0.1:\d+'\], 'worker': \['127.0.0.1', '127.0.0.1'\]\}"
-    assert re.match(found, ended.out)
-    assert "result 5" in ended.out
-    assert "2 workers on 1 node (127.0.0.1: w0-w1)" in ended.err

@@ -15,12 +15,9 @@ PROGRAM = Path(__file__).parent / "resources.py"
 pytestmark = pytest.mark.timeout(unit(200))
 
 
-def test_workers_have_the_threads_of_the_actor_or_of_its_environment(node: Mapping[str, str]) -> None:
-    assert run(PROGRAM, "threads", environment=node, timeout=unit(180)).ok().lines[-2:] == ["[2, 2]", "[1, 1]"]
-
-
-def test_gpu_0_is_the_first_gpu_that_ray_gives_the_actor(node: Mapping[str, str]) -> None:
+def test_threads_and_gpus(node: Mapping[str, str]) -> None:
+    """Workers have the threads of the actor or of its environment, and ``gpu:0`` is the first GPU that Ray gives it."""
     with stand_in_gpus(2):
-        ended = run(PROGRAM, "gpus", environment=node, timeout=unit(180)).ok()
+        ended = run(PROGRAM, environment=node, timeout=unit(180)).ok()
     name = "/job:localhost/replica:0/task:0/device:GPU:0"
-    assert ended.lines[-2:] == [f"{name} 0", f"{name} 1"]
+    assert ended.lines[-4:] == ["[2, 2]", "[1, 1]", f"{name} 0", f"{name} 1"]

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 #: Without the process that each start has for news of machines that a cloud takes back.
 WITHOUT_WATCHER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
-pytestmark = pytest.mark.timeout(unit(240))
+pytestmark = pytest.mark.timeout(unit(400))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def bits() -> str:
 def fit(cluster: Running, storage: Path, what: str) -> list[str]:
     """The output of a training, after which nothing is left."""
     environment = {**cluster.environment, **QUICK, **WITHOUT_WATCHER}
-    ended = run(HERE / "trained.py", storage, what, environment=environment, timeout=unit(220)).ok()
+    ended = run(HERE / "trained.py", storage, what, environment=environment, timeout=unit(380)).ok()
     assert living_after(unit(20), of_trainings(cluster)) == []
     assert run_directories() == []
     assert drafts() == []
@@ -59,24 +59,19 @@ def command(process: psutil.Process) -> str:
         return ""
 
 
-def test_a_killed_launcher_a_worker_and_row_servers_are_replaced_within_the_training(
+def test_what_is_killed_is_replaced_and_ranks_are_started_again_from_a_checkpoint(
     cluster: Running, tmp_path: Path, bits: str
 ) -> None:
-    assert fit(cluster, tmp_path, "kept")[-5:] == [
-        "starts 0 12",
-        "reported 3 6 9 12 12",
-        "fetched 0 True",  # no block by the script but the one for which it has asked afterwards
+    """A killed launcher, row servers and a worker are replaced within the first start."""
+    starts, reported, *others = fit(cluster, tmp_path, "killed")[-5:]
+    assert re.fullmatch("starts 0 [369] [369] 12", starts)  # Ray may not have registered the last report
+    assert re.fullmatch("reported( [369])+ 12 12", reported)
+    assert others == [
+        "fetched 0 True",  # no block by the script but those for which it has asked afterwards
         "checkpoint central_storage.safetensors",
         f"digest 2 {bits}",
     ]
-    assert len(list(tmp_path.glob("events/events.out.tfevents.*"))) == 2  # of both calls of fit
-
-
-def test_killed_ranks_are_started_again_from_a_checkpoint(cluster: Running, tmp_path: Path, bits: str) -> None:
-    starts, reported, _, _, digest = fit(cluster, tmp_path, "killed")[-5:]
-    assert re.fullmatch("starts 0 [369] [369]", starts)  # Ray may not have registered the last report
-    assert reported.endswith(" 12")
-    assert digest == f"digest 2 {bits}"
+    assert len(list(tmp_path.glob("events/events.out.tfevents.*"))) == 4  # of each start
 
 
 def test_errors_of_the_function(cluster: Running, tmp_path: Path) -> None:

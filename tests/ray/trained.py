@@ -1,13 +1,12 @@
 """The training of ``training.py`` by Ray Train, with two ranks and its rows in Ray Data, as a test asks for.
 
-    python tests/ray/trained.py STORAGE kept       # the launcher of the other rank's worker is killed, then the row
-                                                   # servers, then the worker; the rows do not travel through the script
-    python tests/ray/trained.py STORAGE killed     # rank 0 is killed and, after the second start, the other rank; each
-                                                   # replica compares its rows with those that the script has sent
+    python tests/ray/trained.py STORAGE killed     # the launcher of the other rank's worker is killed, then the row
+                                                   # servers, the worker and rank 0; after the second start, the other
+                                                   # rank; trains once more when it has ended
     python tests/ray/trained.py STORAGE refused    # does not train: compares the batches of the script, and prints the
                                                    # errors of the function
 
-The others print at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
+The first prints at which step each start began, and what comes of it. STORAGE is the ``storage_path``.
 """
 
 from __future__ import annotations
@@ -35,17 +34,14 @@ from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, r
 #: but it knows of the one before.
 EVERY = 3
 #: For each start, what is killed after which step.
-KILLS = {"kept": [{7: "launcher", 9: "row servers", 11: "worker"}], "killed": [{11: "rank 0"}, {11: "other rank"}]}
+KILLS = [{4: "launcher", 7: "row servers", 9: "worker", 11: "rank 0"}, {11: "other rank"}]
 
 
 def train(config: dict[str, Any]) -> str:
     """Train, and report a checkpoint after every few steps and at the end."""
     strategy = cs.CentralStorageStrategy()
     fetched = watch_blocks()
-    if config["compares"]:
-        training = Training(strategy, 0.1, Both(), same_rows)
-    else:
-        training = Training(strategy, 0.1, row_numbers().batch(BATCH), lambda numbers: rows(numbers)["data"])
+    training = Training(strategy, 0.1, row_numbers().batch(BATCH), lambda numbers: rows(numbers)["data"])
     is_restored = restore(training.checkpoint)
     begun = int(training.optimizer.iterations)
     assert is_restored == (begun > 0)
@@ -58,13 +54,14 @@ def train(config: dict[str, Any]) -> str:
         writer.scalar("done", done, done)
         if done % EVERY == 0 and done < STEPS:
             report({"done": done}, training.checkpoint)
-        if start <= len(config["kills"]) and done in config["kills"][start - 1]:
-            kill(config["kills"][start - 1][done])
+        if start <= len(KILLS) and done in KILLS[start - 1]:
+            kill(KILLS[start - 1][done])
 
     with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
         digest = training.run(after, lookahead=0)
     of_training = len(fetched)
-    next(iter(dataset_shard(batch_size=BATCH)))
+    both = strategy.experimental_distribute_dataset(Both())
+    assert sum(1 for _ in strategy.run_steps(same_rows, both)) == STEPS
     metrics = {"digest": digest, "replicas": strategy.num_replicas_in_sync}
     metrics["fetched"] = f"{of_training} {of_training < len(fetched)}"
     report({"done": STEPS, **metrics}, training.checkpoint)
@@ -78,13 +75,13 @@ class Both:
         return zip(dataset_shard(batch_size=BATCH), row_numbers().batch(BATCH), strict=True)
 
 
-def same_rows(both: tuple[Any, Any]) -> Any:
-    """The rows of a replica, which are the same ones either way."""
+@cs.function
+def same_rows(both: tuple[Any, Any]) -> None:
+    """The rows of a replica are the same ones either way."""
     sent, numbers = both
     found = rows(numbers)["data"]
     assert found.dtype == sent["data"].dtype
     assert np.array_equal(found, sent["data"])
-    return found
 
 
 def watch_blocks() -> list[pyarrow.Table]:
@@ -188,12 +185,7 @@ def main(storage: str, what: str) -> None:
     starts = f"{storage}/starts"
     trainer = CentralStorageTrainer(
         refuse if what == "refused" else train,
-        train_loop_config={
-            "starts": starts,
-            "events": f"{storage}/events",
-            "kills": KILLS.get(what, []),
-            "compares": what == "killed",
-        },
+        train_loop_config={"starts": starts, "events": f"{storage}/events"},
         datasets={"train": blocks, "empty": ray.data.range(0)},
         scaling_config=ray.train.ScalingConfig(num_workers=1 if what == "refused" else 2, placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(
@@ -210,12 +202,11 @@ def main(storage: str, what: str) -> None:
             error = getattr(error, "_base_exc", error)  # Ray 2.52 wraps it
             print(type(error).__name__, *error.args, sep="\n", flush=True)
         return
-    result = trainer.fit()
-    if what == "kept":
-        result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
+    fetched = trainer.fit().metrics["fetched"]
+    result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
     print("starts", *Path(starts).read_text().split())
     print("reported", *result.metrics_dataframe["done"])
-    print("fetched", result.metrics["fetched"])
+    print("fetched", fetched)
     print("checkpoint", *sorted(os.listdir(result.checkpoint.path)))
     print("digest", result.metrics["replicas"], result.metrics["digest"], flush=True)
 
