@@ -61,6 +61,7 @@ from cs_proto.messages import (
     Statistics,
     StepFinished,
     Welcome,
+    WorkerRestarted,
 )
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files, trace
@@ -159,12 +160,11 @@ class Service:
         # The message that was sent last. Its receivers are woken when all of them have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._unsent = Unsent(self._put)
-        # By client, the welcomes of controllers of which the workers are being told.
-        self._welcomes: dict[str, tuple[bytes, Welcome]] = {}
+        # By client, what controllers hear when the workers have been told of them: a Welcome, then replaced workers.
+        self._welcomes: dict[str, list[tuple[bytes, Record]]] = {}
         # The last question of each peer that has not taken earlier messages. It is handled at the next try to send.
         self._later: dict[bytes, Record] = {}
-        self._retry_at = 0.0
-        self._late_pause = 0.0
+        self._retry_at = self._late_pause = 0.0
         self._large = LargeAnswers()
 
     def prepare(self) -> None:
@@ -258,8 +258,8 @@ class Service:
 
     def _notice(self, record: Record) -> Iterator[Event]:
         _log.debug("from the supervisor: %.300r", record)
-        if isinstance(record, Appoint) and record.client in self._welcomes:
-            self._transmit(*self._welcomes.pop(record.client))
+        for held in self._welcomes.pop(record.client, ()) if isinstance(record, Appoint) else ():
+            self._transmit(*held)
         if not isinstance(record, Died | ClientGone):
             return
         if isinstance(record, ClientGone) and self._supervisor.is_observer(record.client):
@@ -434,8 +434,11 @@ class Service:
         failpoint("server.send")
         if isinstance(record, Welcome) and (client := self._controller_at(peer)):
             # The workers must know the controller before it sends them anything.
-            self._welcomes[client] = peer, record
+            self._welcomes[client] = [(peer, record)]
             self._supervisor.send(Appoint(client))
+            return
+        if isinstance(record, WorkerRestarted) and (held := self._welcomes.get(self._controller_at(peer))):
+            held.append((peer, record))  # without a Welcome, the controller would ignore it
             return
         if isinstance(record, Counters):
             mail = self._channel.mailboxes

@@ -62,6 +62,8 @@ class StandInSupervisor:
         self.said: queue.Queue[Record] = queue.Queue()
         #: Sent before the answer to the next MakeSegment.
         self.before_next_answer: list[Record] = []
+        #: Whether an Appoint is answered; if not, it is put into ``said``.
+        self.appoints = True
         #: Names of segments that will not be made.
         self.refused: set[str] = set()
         self._segments: dict[str, _Kept] = {}
@@ -148,7 +150,7 @@ class StandInSupervisor:
         if isinstance(record, MakeMailbox | OpenMailbox):
             connection.sendall(b"".join(encode(Mailbox(0, False, "this one makes none"))))
             return True
-        if isinstance(record, Appoint):
+        if isinstance(record, Appoint) and self.appoints:
             connection.sendall(b"".join(encode(record)))
             return True
         if not isinstance(record, MakeSegment | ExtendSegment | OpenSegment):

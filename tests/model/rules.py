@@ -78,7 +78,7 @@ class Rules:
     # --- workers and clients ------------------------------------------------------------------------------------------
     #: Died is said when the process has been reaped, so it stores nothing afterwards.
     died_means_reaped: bool = True
-    #: Assumed: what follows a Welcome to the same client waits behind it, until the workers know the client.
+    #: What follows a Welcome to the same client waits behind it, until the workers know the client.
     welcome_comes_first: bool = True
     #: Nothing of a worker that was replaced or is dead counts.
     late_worker_is_fenced: bool = True

@@ -540,6 +540,23 @@ def test_deaths_that_come_between_question_and_answer_are_heard(service: Service
         assert refused.error.exception == "cs.Fenced"
 
 
+def test_a_worker_that_is_replaced_before_a_welcome_leaves_is_named_after_it(service: Service) -> None:
+    """A controller without a Welcome ignores WorkerRestarted, and then waits for the dead worker that Welcome names."""
+    with service.server(environment={"CS_LOG": "debug"}) as child:
+        for worker in [service.register(replica) for replica in range(2)]:
+            worker.hear(m.Registered)
+        service.supervisor.appoints = False
+        controller = Peer(service, "c01")
+        controller.say(m.Hello(m.PROTOCOL, "controller", "01", os.getpid()))
+        assert service.supervisor.next() == m.Appoint("01")
+        service.supervisor.tell(m.Died("worker", 1, 1, 4711, "SIGKILL", ""))
+        child.wait_for("from the supervisor: Died", stream="err")
+        service.register(1, incarnation=2).hear(m.Registered)
+        service.supervisor.tell(m.Appoint("01"))
+        assert [worker.incarnation for worker in controller.hear(m.Welcome).workers] == [1, 1]
+        assert controller.hear(m.WorkerRestarted).worker.incarnation == 2
+
+
 def test_a_segment_that_cannot_be_made_ends_the_server_with_the_reason(service: Service) -> None:
     service.supervisor.refused.add("control")
     options = ("--run-directory", service.directory, "--parameter-device", "cpu:0", "--replicas", "1")
