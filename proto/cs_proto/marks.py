@@ -195,7 +195,7 @@ class Bases:
         """Keep a Return that is sent as a message, and whether it is a base. Others are not kept."""
         if not is_base(record):
             return False
-        self._kept.pop(record.run[0], None)  # another controller counts its runs from 1 again
+        self._kept.pop(record.run[0], None)  # the next controller may use the number again
         self._kept[record.run[0]] = record
         if len(self._kept) > BASES:
             del self._kept[next(iter(self._kept))]

@@ -18,7 +18,7 @@ from cs_proto.codec import MARK_NBYTES
 from cs_proto.marks import PLACE_WORDS, Bases, sparse_of
 from cs_runtime.trace import moments
 from cs_runtime.transport.mailboxes import Mailbox, Mailboxes
-from cs_runtime.transport.rings import BODY, LEFT, MARK, next_mark
+from cs_runtime.transport.rings import BODY, LEFT, MARK
 
 from .command_runner import CommandRunner
 from .compute.prepared import Prepared
@@ -31,11 +31,10 @@ __all__ = ["StepProgram"]
 
 _moment = moments("server")
 
-# The words of a program of its own: a zero, the number of the account, what the account has of the kind, and then three
-# of each worker.
-_ZERO, _NUMBER, _KIND = 0, 1, 2
-_HEAD = _KIND + 1 + KINDS
-_EXPECTED, _END, _BASE, _OF_WORKER = 0, 1, 2, 3
+# The words of a program of its own: a zero, the number of the account, the mark of the step, what the account has of
+# the kind, and then the base of each worker.
+_ZERO, _NUMBER, _MARK, _KIND = 0, 1, 2, 3
+_BASES = _KIND + 1 + KINDS
 _KIND_WORDS = struct.Struct(f"{1 + KINDS}Q")
 
 
@@ -78,7 +77,6 @@ class StepProgram:
         # until something other than steps by programs is heard.
         self._found: dict[int, tuple[object, _Made]] = {}
         self._ready: tuple[_Made, NextStep] | None = None
-        self._expected: list[int] = []
         #: The run of the step that is looked for, or was carried out last.
         self.run = 0
 
@@ -135,7 +133,7 @@ class StepProgram:
             made = self._programs[step.kind] = self._made(step, prepared, places, made_of)
         made.words[_NUMBER] = self._account.number
         for replica, number in enumerate(numbers):
-            made.words[_OF_WORKER * replica + _HEAD + _BASE] = number
+            made.words[_BASES + replica] = number
         return made
 
     def stop(self) -> None:
@@ -144,14 +142,14 @@ class StepProgram:
 
     def _made(self, step: NextStep, prepared: Prepared | None, places: slice, made_of: tuple[object, ...]) -> _Made:
         boxes = self._boxes
-        words = np.zeros(_HEAD + _OF_WORKER * len(boxes), np.uint64)
+        words = np.zeros(_BASES + len(boxes), np.uint64)
         address = words.__array_interface__["data"][0]
-        own = [address + 8 * (_HEAD + _OF_WORKER * replica) for replica in range(len(boxes))]
         # Whatever the engine has heard since the step was prepared comes before it, and renews the account.
         instructions: list[Instruction] = [(Op.EQUAL, self._account.number_address, address + 8 * _NUMBER, 0)]
-        for box, first in zip(boxes, own, strict=True):
-            instructions.append((Op.EQUAL, box.address(MARK, is_incoming=True), first + 8 * _EXPECTED, 0))
-            instructions.append((Op.EQUAL, box.address(BODY + 1, is_incoming=True), first + 8 * _BASE, 0))
+        for replica, box in enumerate(boxes):
+            instructions.append((Op.EQUAL, box.address(MARK, is_incoming=True), address + 8 * _MARK, 0))
+            base = address + 8 * (_BASES + replica)
+            instructions.append((Op.EQUAL, box.address(BODY + 1, is_incoming=True), base, 0))
             instructions.append((Op.EQUAL, box.address(LEFT, is_incoming=False), address + 8 * _ZERO, 0))
         copies = len(instructions)
         # The targets are set for each step.
@@ -165,36 +163,32 @@ class StepProgram:
             instructions.append((Op.EQUAL, prepared.alarm_address, address + 8 * _ZERO, 0))
         end: list[Instruction] = []
         if step.is_of_series:
-            for box, first in zip(boxes, own, strict=True):
-                end.append((Op.MOVE, box.address(MARK, is_incoming=False), first + 8 * _END, 0))
+            end = [(Op.MOVE, box.address(MARK, is_incoming=False), address + 8 * _MARK, 0) for box in boxes]
         kept = [words, self._account, prepared, *boxes]
         program, ended = Program([*instructions, *end], kept), Program(end, kept)
         return _Made(program, ended, made_of, words.data, copies, prepared, places)
 
     def _set(self, made: _Made, step: NextStep) -> None:
         """Set what changes from one step to the next."""
-        operands, words, run, expected = made.program.words, made.words, step.run, []
+        operands, words, run = made.program.words, made.words, step.run
         _KIND_WORDS.pack_into(words, 8 * _KIND, step.kind, *step.counts)
-        copy, own = made.copies * WORDS_PER_INSTRUCTION, _HEAD
+        words[_MARK] = run
+        copy = made.copies * WORDS_PER_INSTRUCTION
         target = operands[copy + 1] = self._account.kind_address(run)
         target += KIND_NBYTES
-        for box in self._boxes:
-            mark = words[own + _EXPECTED] = next_mark(box.incoming.mark, run)
-            words[own + _END] = next_mark(box.outgoing.words[MARK], run)
-            expected.append(mark)
-            copy, own = copy + WORDS_PER_INSTRUCTION, own + _OF_WORKER
+        for _ in self._boxes:
+            copy += WORDS_PER_INSTRUCTION
             operands[copy + 1] = target
             target += BODY_NBYTES
-        self._expected = expected
         if made.prepared is not None and step.commit is not None:
             made.prepared.set_ticket(step.commit.ticket)
 
     def _attend(self) -> bool:
         """Carry out the step if all marks are there. Whether there was something to do."""
         are_there = True
-        for box, expected in zip(self._boxes, self._expected, strict=True):
+        for box in self._boxes:
             word = box.incoming.words[MARK]
-            if word != expected:
+            if word != self.run:
                 if word != box.incoming.mark:
                     self.stop()  # the mark is of another step
                     return True
@@ -204,7 +198,7 @@ class StepProgram:
         assert self._ready is not None
         _moment("found", self.run)
         base = self._boxes[0].incoming.words[BODY + 1]
-        if base != self._ready[0].words[_HEAD + _BASE]:
+        if base != self._ready[0].words[_BASES]:
             self.stop()
             self._on_other(self._peers[0], base)
             if not self.is_ready:
@@ -224,8 +218,8 @@ class StepProgram:
             self.stop()
             return True
         _moment("committed", self.run)
-        for box, expected in zip(self._boxes, self._expected, strict=True):
-            box.incoming.mark = expected
+        for box in self._boxes:
+            box.incoming.mark = self.run
         if step.is_of_series:
             self._mailboxes.marked(self._peers)
         self._mailboxes.attend = _nothing  # until the next step is prepared

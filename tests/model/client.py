@@ -158,7 +158,7 @@ class Client:
                     self.early[record.run] = record
             case Welcome():
                 if self.runs < 0:
-                    self.runs, self.incarnations = 0, list(record.workers)
+                    self.runs, self.incarnations = record.last_run, list(record.workers)
             case Cancelled():
                 if self.cancelling is not None and self.cancelling.run == record.run:
                     self.workers_know = True

@@ -313,14 +313,15 @@ class Engine:
             return
         tables.client, tables.owner, self.hello = self.hello, self.hello, ""
         tables.over.clear()
-        tables.last = 0
+        if not self.rules.numbers_go_on:
+            tables.last = 0
         self.must_write = True
         self._welcome()
 
     def _welcome(self) -> None:
         tables = self.tables
         workers = tuple(tables.announced.get(replica, 0) for replica in range(tables.replicas))
-        self._say(tables.client, Welcome(tables.client, workers))
+        self._say(tables.client, Welcome(tables.client, workers, tables.last))
 
     def _cancel(self, record: Cancel) -> None:
         for run in range(record.run, record.run + record.later + 1):

@@ -8,13 +8,6 @@ from typing import NamedTuple
 from tests.model.records import BASES, Return
 
 
-class Mark(NamedTuple):
-    """The word of a mark: how many there were, and the number of a run."""
-
-    count: int
-    run: int
-
-
 class Body(NamedTuple):
     """The bytes of a mark: the number of the base, and the value."""
 
@@ -23,22 +16,17 @@ class Body(NamedTuple):
 
 
 NO_BODY = Body(0, 0)
-NO_MARK = Mark(0, 0)
 
 
 @dataclass
 class Lane:
-    """One direction of a mailbox, without its messages. The reader stores ``left``, the writer everything else;
-    ``taken`` is the reader's own."""
+    """One direction of a mailbox, without its messages. A mark is the number of a run. The reader stores ``left``, the
+    writer everything else; ``taken`` is the reader's own."""
 
-    mark: Mark = NO_MARK
+    mark: int = 0
     body: Body = NO_BODY
     left: bool = False
-    taken: Mark = NO_MARK
-
-    def following(self, run: int, *, counts: bool) -> Mark:
-        """The word of the next mark, for its writer."""
-        return Mark(self.mark.count + counts, run)
+    taken: int = 0
 
     @property
     def is_new(self) -> bool:
@@ -48,7 +36,7 @@ class Lane:
     def take(self) -> tuple[int, Body]:
         """The run and the bytes of the last mark."""
         self.taken = self.mark
-        return self.mark.run, self.body
+        return self.mark, self.body
 
 
 @dataclass

@@ -95,10 +95,11 @@ class Dropped(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """``workers``: incarnations by replica."""
+    """``workers``: incarnations by replica. ``last_run``: of an earlier client."""
 
     client: str
     workers: tuple[int, ...]
+    last_run: int
 
 
 class Appoint(NamedTuple):

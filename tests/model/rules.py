@@ -12,8 +12,6 @@ class Rules:
     # --- marks --------------------------------------------------------------------------------------------------------
     #: The bytes of a mark are stored before its word.
     body_before_mark: bool = True
-    #: The word of a mark counts, so the same run of the next client is another mark.
-    marks_are_counted: bool = True
     #: Who has left a mark in a mailbox that its reader has left says the same by a message.
     left_mark_is_said_again: bool = True
     #: A mark is left only if the server has taken all that it was sent before.
@@ -86,8 +84,8 @@ class Rules:
     step_waits: bool = True
     #: A worker takes runs only of a client that was introduced, after it has heard that the one before has left.
     worker_knows_clients: bool = True
-    #: Assumed: a worker hears what the server has said before it hears the first mail of the next client.
-    server_comes_before_next_client: bool = True
+    #: The next client goes on with the numbers of runs: StepFinished and its mark name no client.
+    numbers_go_on: bool = True
     #: A Return names its client, and those of another client are dropped.
     returns_name_client: bool = True
     #: The client keeps the arguments as they were when it sent them.

@@ -62,7 +62,7 @@ class Server:
         else:
             lanes = self._lanes()
             are_new = [lane.is_new for lane in lanes]
-            if any(lane.is_new and lane.mark.run != program.run for lane in lanes):
+            if any(lane.is_new and lane.mark != program.run for lane in lanes):
                 found.append(Action(SERVER, "server stops its program", self._stop))
             elif all(are_new):
                 run = partial(self._begin, self._run_program)
@@ -152,7 +152,7 @@ class Server:
             self.program = None
             if named is not None:
                 self._prepare(named)
-            if self.program is None or self.program.run != self._lanes()[0].mark.run or not self._fits():
+            if self.program is None or self.program.run != self._lanes()[0].mark or not self._fits():
                 self.program = None
                 yield "the marks are mail"
                 return
@@ -207,7 +207,7 @@ class Server:
         box = self.boxes.get(name)
         if box is not None and not box.to_worker.left:
             lane = box.to_worker
-            lane.mark = lane.following(run, counts=self.rules.marks_are_counted)
+            lane.mark = run
             yield "MARK of the end"
             if not lane.left or not self.rules.left_mark_is_said_again:
                 return

@@ -33,7 +33,6 @@ PLANS = {
 #: Each rule with the plan whose executions show what it is for, how many seeds that takes, and how the promise breaks.
 MUTATIONS = {
     "body_before_mark": ("usual", 50, "waits for ever"),
-    "marks_are_counted": ("leaving", 50, "waits for ever"),
     "left_mark_is_said_again": ("damaging", 200, "waits for ever"),
     "both_keep_as_many_bases": ("usual", 50, "waits for ever"),
     "new_server_has_no_bases": ("calm", 100, "waits for ever"),
@@ -45,8 +44,8 @@ MUTATIONS = {
     "answer_after_commit": ("usual", 50, "is answered, but committed"),
     "step_is_stored": ("usual", 50, "is committed twice"),
     "account_has_number": ("calm", 200, "is committed twice"),
-    "fold_ends_account": ("turns", 250, "is committed as"),
-    "fold_before_renewal": ("damaging", 50, "is committed twice"),
+    "fold_ends_account": ("calm", 300, "is committed, but nobody"),
+    "fold_before_renewal": ("calm", 120, "is committed twice"),
     "account_counts_kinds": ("turns", 50, "is answered, but committed"),
     "account_exceeds_lookahead": ("turns", 100, "is answered with"),
     "store_has_span": ("turns", 100, "waits for ever"),
@@ -56,10 +55,10 @@ MUTATIONS = {
     "last_step_is_under_way": ("usual", 50, "is answered, but committed"),
     "last_return_is_said_again": ("usual", 50, "waits for ever"),
     "returns_are_answered_again": ("calm", 100, "waits for ever"),
-    "hello_repeats_answers": ("calm", 50, "waits for ever"),
+    "hello_repeats_answers": ("calm", 100, "waits for ever"),
     "step_waits": ("usual", 50, "is committed with Gradient"),
     "welcome_comes_first": ("turns", 50, "waits for ever"),
-    "server_comes_before_next_client": ("leaving", 150, "waits for ever"),
+    "numbers_go_on": ("leaving", 150, "waits for ever"),
     "returns_name_client": ("usual", 50, "is committed with Gradient"),
     "arguments_by_value": ("usual", 50, "is committed with Gradient"),
 }

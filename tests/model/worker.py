@@ -48,7 +48,6 @@ class Worker:
         self.failed_series: tuple[str, int] | None = None
         self.cancelled: tuple[str, Cancel] | None = None
         self.known: set[str] = set()
-        self.new: set[str] = set()
         self.gone: set[str] = set()
         self.said: Return | None = None
         self.question: Ask | None = None
@@ -112,8 +111,6 @@ class Worker:
         """A mark comes before the messages of its sender, and the mail of a client after its introduction."""
         if sender == SERVER:
             return not self._has_mark
-        if sender in self.new and self.rules.server_comes_before_next_client:
-            return not self._has_mark and self.world.is_silent(self.name, SERVER)
         return sender == SUPERVISOR or sender in self.known or not self.rules.worker_knows_clients
 
     def _go(self) -> None:
@@ -181,14 +178,13 @@ class Worker:
 
     def _mark(self, run: Run, base: Return, box: Mailbox) -> Iterator[str]:
         lane, rules = box.to_server, self.rules
-        mark = lane.following(run.run, counts=rules.marks_are_counted)
         if not rules.body_before_mark:
-            lane.mark = mark
+            lane.mark = run.run
             yield "MARK"
         lane.body = Body(base.run, run.argument)
         yield "BODY"
         if rules.body_before_mark:
-            lane.mark = mark
+            lane.mark = run.run
             yield "MARK"
         if lane.left and rules.left_mark_is_said_again:
             self._say_in_full(run, failed=False)
@@ -225,7 +221,6 @@ class Worker:
 
     def _hear(self, sender: str) -> None:
         record = self.world.take(self.name, sender)
-        self.new.discard(sender)
         match record:
             case Run():
                 self._take(record)
@@ -244,7 +239,6 @@ class Worker:
                     self.box, self.offered = self.world.mailboxes[record.mailbox], -1
             case Introduce():
                 self.known.add(record.client)
-                self.new.add(record.client)
             case Left():
                 self.gone.add(record.client)
                 self.queue = deque(run for run in self.queue if run.client not in self.gone)

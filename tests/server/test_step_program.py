@@ -16,7 +16,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.frozen import with_changes
 from cs_proto.messages import ApplyPoint, Mailbox, OptimizerUpdate, Return, SparseGradient, Value
 from cs_runtime.transport.mailboxes import Mailboxes
-from cs_runtime.transport.rings import BODY, HEAD, NBYTES, Mark, next_mark
+from cs_runtime.transport.rings import BODY, HEAD, MARK, NBYTES, Mark
 from cs_server.compute.programs import Instruction, Op
 from cs_server.engine.step_plans import NextStep
 from cs_server.engine.store.account import KINDS, Account, account_nbytes
@@ -391,7 +391,7 @@ def test_a_number_of_bytes_that_no_worker_writes_is_cut(world: World) -> None:
     world.workers[1]._boxes["server"].outgoing.words[BODY] = 1 << 60
     world.workers[1]._boxes["server"].outgoing.words[BODY + 1] = 3
     box = world.workers[1]._boxes["server"].outgoing
-    box.words[1] = next_mark(box.words[1], 4)
+    box.words[MARK] = 4
     assert world.mail() == []
     assert world.done == 1
     assert [len(body) for body in world.account.bodies(4)] == [9, 1024]

@@ -95,7 +95,7 @@ class ControllerCore:
         self._held_last: tuple[bytes, bool] | None = None
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
         self._where: tuple[list[str], str] | None = None
-        #: The number of the last run that was begun; 0 if there was none.
+        #: The number of the last run that was begun here or by an earlier controller; 0 if there was none.
         self.run = 0
         #: The runs by the name of their function, continued from a restored checkpoint, without steps that never began.
         self.steps: Counter[str] = Counter()
@@ -316,7 +316,7 @@ class ControllerCore:
         if isinstance(record, messages.Welcome):
             self._server_pid = record.server_pid
             if self._welcome is None:
-                self._welcome, self.workers = record, record.workers
+                self._welcome, self.workers, self.run = record, record.workers, record.last_run
                 self._peers = [worker_name(worker.replica) for worker in record.workers]
                 self._now_hold([HeldFunctions() for _ in record.workers])
                 for worker in record.workers:

@@ -405,8 +405,7 @@ class Step:
 
 
 def steps(recorded: Mapping[str, Sequence[Moment]]) -> list[Step]:
-    """The steps of the last script that lie whole in the moments of all processes, in order. Another script counts its
-    runs from 1 again."""
+    """The steps of the last script that lie whole in the moments of all processes, in order."""
     begun = max(
         (each.when for each in recorded.get(CONTROLLER, ()) if each.name == _STARTED and not each.edge), default=0
     )

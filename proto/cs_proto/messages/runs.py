@@ -122,10 +122,10 @@ class Forget(Record):
 class Ask(OfStep):
     """Replica to server: the notes since the last message, and a point that needs an answer.
 
-    ``client`` is the client of the run, because another client counts its runs from 1 again. ``preserved``: a commit
-    changes no array that the function has read (:class:`Preserve`). ``changes`` are those of the :class:`Run`. Where
-    the server warns of gradients, it names the step: by the ``name`` of the run, and the number of its step, which is
-    that of the run plus ``offset``.
+    ``client`` is the client of the run: the next client uses the numbers of runs of which the server never heard.
+    ``preserved``: a commit changes no array that the function has read (:class:`Preserve`). ``changes`` are those of
+    the :class:`Run`. Where the server warns of gradients, it names the step: by the ``name`` of the run, and the number
+    of its step, which is that of the run plus ``offset``.
     """
 
     run: RunId

@@ -38,12 +38,17 @@ class Hello(Record):
 
 @record(13)
 class Welcome(Record):
-    """Server to client, once all workers have registered."""
+    """Server to client, once all workers have registered.
+
+    ``last_run`` is the last run of an earlier controller that the server knows. A controller counts on from there: no
+    two runs of which the server speaks have one number, whoever's they are.
+    """
 
     replicas: Replicas
     parameter_device: str
     server_pid: Pid
     workers: tuple[Worker, ...]
+    last_run: Count = 0
 
 
 @record(14)

@@ -302,8 +302,8 @@ class Mailboxes(Generic[K]):
         return True
 
     def mark(self, peer: K, number: int, body: Buffer = b"") -> bool:
-        """Leave a mark for ``peer``: a number from 0 to 2**40 - 1 and bytes, which take the place of the mark before,
-        seen or not. False if it has to be sent as a message."""
+        """Leave a mark for ``peer``: a number, which is not that of the mark before, and bytes. They take the place of
+        the mark before, seen or not. False if it has to be sent as a message."""
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not (box.takes_marks and box.sent):
             return False

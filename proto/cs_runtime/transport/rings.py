@@ -35,7 +35,6 @@ __all__ = [
     "Incoming",
     "Mark",
     "Outgoing",
-    "next_mark",
 ]
 
 #: Whether this machine orders memory accesses as mailboxes need it.
@@ -44,12 +43,8 @@ IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
 # These four words of 8 bytes are 512 bytes apart, so that no two share a cache line or one that is prefetched with it.
 _WORDS_NBYTES = 4096
 HEAD, _TAIL, SLEEPS, LEFT = 0, 64, 128, 192
-# The mark lies in the cache line of the head, at which a polling reader looks anyway. Its upper bits count marks, so
-# that equal numbers are different marks.
+# The mark lies in the cache line of the head, at which a polling reader looks anyway. 0 before the first one.
 MARK = 1
-_MARK_BITS = 40
-_ONE_MARK = 1 << _MARK_BITS
-_ALL_MARKS = (1 << 64) - _ONE_MARK
 # The number of bytes of the mark, then these bytes.
 BODY = 256
 # Messages begin at multiples of this.
@@ -97,21 +92,21 @@ class Outgoing:
         self._tail = 0  # as last read from the words
 
     def mark(self, number: int, body: Buffer = b"") -> bool:
-        """Leave a number from 0 to 2**40 - 1 for the reader, and bytes. False if these are too many, or if the reader
-        has left."""
+        """Leave a number for the reader, from 1 to 2**63 - 1 and not the one before, and bytes. False if these are too
+        many, or if the reader has left."""
         size = len(body)
         if self.words[LEFT] or size > MARK_NBYTES:
             return False
         if size or self.words[BODY]:
             self.words[BODY] = size
             self._body[:size] = body
-        self.words[MARK] = next_mark(self.words[MARK], number)
+        self.words[MARK] = number
         return True
 
     @property
     def last(self) -> int:
         """The number of the last mark; 0 if there was none."""
-        return self.words[MARK] % _ONE_MARK
+        return self.words[MARK]
 
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
         """Write a message that follows ``elsewhere`` messages that went elsewhere. False if it is too large, if there
@@ -151,7 +146,7 @@ class Incoming:
         self.words = memory[:_WORDS_NBYTES].cast("Q")
         #: The position in the stream of bytes up to which messages were taken.
         self.tail = 0
-        #: The word of the last mark that was taken.
+        #: The number of the last mark that was taken.
         self.mark = 0
         self._body = _body(memory)
         self._data = memory[_WORDS_NBYTES:]
@@ -169,7 +164,7 @@ class Incoming:
             return None
         self.mark = mark
         size = min(self.words[BODY], MARK_NBYTES)  # more cannot come from a writer
-        return _made_mark((mark % _ONE_MARK, bytes(self._body[:size]) if size else b""))
+        return _made_mark((mark, bytes(self._body[:size]) if size else b""))
 
     def take(self, elsewhere: int) -> list[bytes] | None:
         """The parts of the next message, or None. ``elsewhere`` messages that went elsewhere have arrived; a message
@@ -210,15 +205,6 @@ class Incoming:
     def leave(self) -> None:
         """Make the writer send later messages elsewhere: it may be alive although it is thought dead."""
         self.words[LEFT] = True
-
-
-def next_mark(word: int, number: int) -> int:
-    """The word of the mark with this number that follows the mark with that word.
-
-    >>> next_mark(next_mark(0, 7), 8) == (2 << 40) + 8
-    True
-    """
-    return (word + _ONE_MARK & _ALL_MARKS) | number
 
 
 def _body(memory: memoryview) -> memoryview:

@@ -221,6 +221,8 @@ def left(server: State, client: str) -> bool:
 def _end(server: State, peer: bytes, session: ClientSession) -> bool:
     del server.tables.clients[peer]
     client = session.hello.client
+    if session.hello.role == "controller":
+        server.tables.tally.last_run = max([server.tables.tally.last_run, *(run[0] for run in server.tables.runs)])
     request = server.tables.requests.get((False, client))
     if request is not None and request.reply is not None:  # else its commit is under way, and still reads it
         del server.tables.requests[False, client]
@@ -255,9 +257,9 @@ def check_controller(server: State, peer: bytes, record: Record) -> None:
 
 
 def _welcome(server: State, peer: bytes) -> None:
-    server.out.append(
-        Send(peer, Welcome(len(server.replicas), server.config.parameter_device, server.config.pid, _workers(server)))
-    )
+    device, last_run = server.config.parameter_device, server.tables.tally.last_run
+    welcome = Welcome(len(server.replicas), device, server.config.pid, _workers(server), last_run)
+    server.out.append(Send(peer, welcome))
 
 
 def _check_protocol(protocol: int, who: str) -> None:

@@ -79,7 +79,7 @@ Worker: replica incarnation pid device node
 Register: protocol worker
 Registered: replicas parameter_device workers
 Hello: protocol role client pid
-Welcome: replicas parameter_device server_pid workers
+Welcome: replicas parameter_device server_pid workers last_run
 Goodbye: client
 MailboxAccepted: refused
 SparseGradient: variable

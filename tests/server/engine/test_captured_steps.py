@@ -673,7 +673,7 @@ def test_what_raises_unforeseen_is_met_in_the_general_way(monkeypatch: pytest.Mo
 
 
 def test_reasons_of_a_client_are_not_those_of_the_next() -> None:
-    """Which counts its runs from 1 again."""
+    """Even if it counted its runs from 1 again."""
     two = Two(2)
     for two.run in range(2, 12):
         for replica in (0, 1):

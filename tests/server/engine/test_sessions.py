@@ -198,7 +198,7 @@ def test_the_runs_of_a_controller_that_has_gone_are_given_up_and_the_next_one_is
     second = Hello(PROTOCOL, "controller", "d", 9)
     book.on(hears(b"c2", second))
     book.does(returns(0, 2, raises="KeyboardInterrupt"))
-    book.on(returns(1, 0, raises="KeyboardInterrupt"), Send(b"c2", welcome(0, 1)))
+    book.on(returns(1, 0, raises="KeyboardInterrupt"), to(b"c2", Welcome, last_run=1))
     assert book.version(1) == 0
     book.on(ClientLeft("c"), Dismiss("c"))  # a server before this one had heard it
 

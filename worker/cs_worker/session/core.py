@@ -178,7 +178,7 @@ class SessionCore:
         self._peers = peers
         self._work: deque[tuple[bytes, Work]] = deque()
         self._requests = 0
-        # A run is known by its controller, too: the next controller counts its runs from 1 again.
+        # A run is known by its controller, too: the next one uses the numbers of runs of which the server never heard.
         self._run: tuple[bytes, RunId] | None = None
         self._cancelled: tuple[bytes, messages.Cancel] | None = None
         self._client = ""  # of the run under way

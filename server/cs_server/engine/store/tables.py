@@ -328,7 +328,8 @@ class ServerCounters:
     messages: int = 0
     commits: int = 0
     runs: int = 0
-    #: The last numbers given away.
+    #: The last numbers given away, and the last run of the controllers that have left.
+    last_run: int = 0
     variables: int = 0
     optimizers: int = 0
     sets: int = 0

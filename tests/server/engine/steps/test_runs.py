@@ -247,9 +247,22 @@ def test_a_controller_that_leaves_cancels_its_runs_and_the_next_one_waits_for_th
     book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)))
     book.on(returns(0, 1, raises="KeyboardInterrupt", run=(2,)))
     book.repeats = False
-    book.on(returns(1, 0, run=(2,)), to(b"c2", Welcome))
-    book.on(returns(0, 0))  # the next controller counts its runs from 1
-    book.on(returns(1, 0), to(b"c2", RunFinished, run=(1,)))
+    book.on(returns(1, 0, run=(2,)), to(b"c2", Welcome, last_run=2))
+    book.on(returns(0, 0, run=(3,)))
+    book.on(returns(1, 0, run=(3,)), to(b"c2", RunFinished, run=(3,)))
+
+
+def test_no_run_of_the_next_controller_has_the_number_of_a_run_of_which_workers_were_told_the_end() -> None:
+    """A worker may read StepFinished after the first run of the next controller."""
+    book = training()
+    for run in (2, 3):
+        book.does(returns(0, 0, run=(run,), series=2))
+        said = book.does(returns(1, 0, run=(run,), series=2))
+        assert [Send(w(replica), StepFinished((run,), False)) for replica in (0, 1)] == said[:2]
+    book.on(hears(CONTROLLER, Goodbye("c")))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)), to(b"c2", Welcome, last_run=3))
+    book.on(hears(b"c2", Goodbye("d")))
+    book.on(hears(b"c3", Hello(PROTOCOL, "controller", "e", 9)), to(b"c3", Welcome, last_run=3))
 
 
 def test_a_worker_that_was_not_sent_a_run_says_so_when_the_controller_has_gone() -> None:
