@@ -92,7 +92,7 @@ def _print(found: Contents) -> None:
             )
             for array in found.arrays
         ]
-        printing.table(("NAME", "DTYPE", "SHAPE", "BYTES", "STATE"), rows, right=("BYTES",), folded=("NAME",))
+        printing.table(("NAME", "DTYPE", "SHAPE", "BYTES", "STATE"), rows, right=("BYTES",), below=("NAME",))
     if found.damage:
         print()
         printing.line(found.damage)
@@ -111,7 +111,7 @@ def _print_all(found: list[Contents]) -> None:
         for each in found
     ]
     columns = ("FILE", "FORMAT", "COUNTER", "ARRAYS", "BYTES", "STATE")
-    printing.table(columns, rows, right=("FORMAT", "COUNTER", "ARRAYS", "BYTES"), folded=("FILE",))
+    printing.table(columns, rows, right=("FORMAT", "COUNTER", "ARRAYS", "BYTES"), below=("FILE",))
     for each in found:
         if each.damage:
             printing.line(each.damage)

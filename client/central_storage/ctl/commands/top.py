@@ -76,9 +76,8 @@ def _lines(looker: Looker, options: argparse.Namespace) -> int:
         if options.json:
             printing.json_line(as_json(reading))
         else:
-            wait = f" for {reading.waiting[0]}" if reading.waiting else ""
             step, rate = printing.plain(reading.step), printing.number(reading.rate)
-            printing.line(f"{reading.name}  {reading.state}{wait}  step {step}  {rate} steps/s")
+            printing.line(f"{reading.name}  {reading.in_words}  step {step}  {rate} steps/s")
             sys.stdout.flush()
         if reading.state == "over":
             return 0
