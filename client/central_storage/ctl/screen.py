@@ -24,7 +24,7 @@ _KEYS = "q quit  p pause  b bars  s sort: {sort}  logs: 0-9 worker  v server  l 
 
 @frozen
 class Bars:
-    """What the bars show: names, and shares from 0 to 1."""
+    """What the bars show: names, and shares. A bar is full at a share of 1."""
 
     title: str
     shares: tuple[tuple[str, float], ...]
@@ -69,7 +69,7 @@ def drawn(
     rows: int,
 ) -> list[str]:
     """At most ``rows`` lines of at most ``columns`` columns: the service, its rate, its processes, the bars, and its
-    last events or the lines of ``log``. ``cpu``: how much of one processor each process takes, from 0 to 1. What has no
+    last events or the lines of ``log``. ``cpu``: how much of one processor each process takes. What has no
     room is left out from below; the keys stay."""
     lines = [*_head(reading, is_paused), _rate_line(reading, rates, columns), ""]
     lines += _processes(sorted(reading.processes, key=lambda each: _order(each, sort, cpu)), cpu, columns)

@@ -63,7 +63,7 @@ def test_a_command_is_imported_only_when_it_is_called() -> None:
         (["status", "/nowhere"], 3, "cs-ctl: error: no service runs in /nowhere"),
         (["stop", "--wait", "-1", "/nowhere"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["stop", "--kill-after", "nan", "/nowhere"], 2, "--kill-after is a number of seconds below 1e6, not nan"),
-        (["logs", "--lines", "-1"], 2, "--lines must be a number from 1, not -1"),
+        (["logs", "--lines", "-1"], 2, "--lines must be a number from 0, not -1"),
         (["profile", "--steps", "0"], 2, "a profile needs at least one step"),
         (["profile", "--wait", "-1"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["profile"], 3, "cs-ctl: error: no service runs"),

@@ -143,6 +143,7 @@ def test_shares_are_what_each_process_has_computed_between_two_looks() -> None:
         ),
     )
     assert processor(before, now) == {"w0": 0.5}
+    assert processor(before, reading(time=101.0, processes=(process("w0", cpu_seconds=4.0),))) == {"w0": 3.0}
     assert processor(None, now) == {}
 
 

@@ -134,6 +134,7 @@ def test_the_file_is_private_and_changes_as_a_whole(held: Held) -> None:
     [
         ("train.py --rate 0.1", "train"),
         ("-u /home/me/my model.py", "my"),
+        ("-W ignore -X dev train.py", "train"),
         ("'/home/me/my model.py'", "my-model"),
         ("-m project.train --x", "train"),
         ("-c 'import this'", "python"),
@@ -149,13 +150,21 @@ def test_a_service_is_named_after_its_script(typed: str, stem: str) -> None:
 
 def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel.kernelapp", raising=False)
-    for typed, script in (
-        (["python", "-u", "my train.py", "--x", "a\nb"], "-u 'my train.py' --x 'a b'"),
-        (["python"], "interactive"),
-        (["python", "-c", "x" * 1000], f"-c {'x' * 497}"),
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    for typed, first, script in (
+        (["python", "-u", "my train.py", "--x", "a\nb"], "my train.py", "-u 'my train.py' --x 'a b'"),
+        (["python"], "", "stdin"),
+        (["python", "-u", "-"], "-", "stdin"),
+        (["python", "-c", "x" * 1000], "-c", f"-c {'x' * 497}"),
     ):
         monkeypatch.setattr(sys, "orig_argv", typed)
+        monkeypatch.setattr(sys, "argv", [first])
         assert origin() == (script, "script")
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/ipython"])
+    for first, script in (("", "interactive"), ("/usr/bin/ipython", "/usr/bin/ipython")):
+        monkeypatch.setattr(sys, "argv", [first])
+        assert origin() == (script, "notebook")
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", sys)
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert origin() == ("notebook", "notebook")
