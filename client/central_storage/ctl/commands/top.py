@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -16,6 +17,7 @@ import tty
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from typing import NoReturn
 
 from central_storage.ctl import printing, screen
 from central_storage.ctl.asking import Supervisor
@@ -35,7 +37,7 @@ _RATES = 500
 _LINES = 1000
 _ESCAPE = "\x1b"
 # What terminals understand: to another screen without a cursor, back, to the first line, and to clear the rest of one.
-_OTHER_SCREEN, _FIRST_SCREEN, _HOME, _REST = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K"
+_OTHER_SCREEN, _FIRST_SCREEN, _HOME, _REST = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,13 +232,33 @@ def _size() -> tuple[int, int]:
 
 @contextmanager
 def _terminal() -> Iterator[int]:
-    """The terminal shows another screen, gives each key at once, and does not show it. What was there comes back."""
+    """The terminal shows another screen, gives each key at once, and does not show it. What was there comes back, also
+    while this process is stopped by Ctrl-Z, and if it is ended."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    try:
+
+    def enter() -> None:
         tty.setcbreak(descriptor)
-        print(_OTHER_SCREEN, end="")
+        os.write(sys.stdout.fileno(), _OTHER_SCREEN)
+
+    def leave() -> None:
+        os.write(sys.stdout.fileno(), _FIRST_SCREEN)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+    def stopped(*_: object) -> None:
+        leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        enter()
+
+    def ended(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    handlers = {signal.SIGTSTP: stopped, signal.SIGTERM: ended, signal.SIGHUP: ended}
+    earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        enter()
         yield descriptor
     finally:
-        print(_FIRST_SCREEN, end="", flush=True)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        leave()
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
