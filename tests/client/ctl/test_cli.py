@@ -163,6 +163,22 @@ def test_a_shell_takes_its_completions(shell: str, capsys: pytest.CaptureFixture
         assert set(said.stdout.split()) == {"status", "stack"}
 
 
+@pytest.mark.parametrize("command", ["estimate", "checkpoint show"])
+def test_files_are_completed_where_a_file_is_meant(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    words = ["cs-ctl", *command.split(), "trai"]
+    (tmp_path / "train.py").touch()
+    probe = tmp_path / "probe.sh"
+    calls = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_cs_ctl cs-ctl trai {words[-2]}"
+    probe.write_text(f"{capsys.readouterr().out}\n{calls}; echo ${{COMPREPLY[@]}}\n")
+    said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout == "train.py\n"
+    assert cli.main(["completion", "fish"]) == 0
+    assert f"'__fish_seen_subcommand_from {command.split()[0]}' -F" in capsys.readouterr().out
+
+
 def test_fish_takes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "fish"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from central_storage.ctl import services
+from central_storage.ctl import cli, services
+from central_storage.ctl.reading import Looker, Reading
 from central_storage.launch.run_directory import RunDirectory, known
 from central_storage.launch.service_file import FILE, ServiceFile, _stem, origin
 from cs_proto.errors import LaunchError
@@ -72,6 +73,21 @@ def test_a_stale_entry_is_seen_as_such_and_cleaned(place: Path, held: Held) -> N
     services.clean()
     assert services.find() == []
     assert not os.path.exists(path)
+
+
+def test_a_service_that_ends_during_the_look_is_not_listed_as_left_over(
+    held: Held, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = held("train.py")
+    look = Looker.look
+
+    def looked(looker: Looker, *, memory: bool = True) -> Reading:
+        directory.remove()
+        return look(looker, memory=memory)
+
+    monkeypatch.setattr(Looker, "look", looked)
+    assert cli.main(["ls"]) == 0
+    assert capsys.readouterr().out == "no service runs\n"
 
 
 def test_of_a_directory_that_the_user_has_named_only_the_link_is_cleaned(place: Path, held: Held, short: Path) -> None:

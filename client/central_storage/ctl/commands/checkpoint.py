@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from central_storage.ctl import printing
+from central_storage.ctl.extras import complete_files
 from central_storage.ctl.cli import FOUND, GOOD, NO_SERVICE
 from cs_proto.errors import CheckpointError
 from cs_proto.printable import printable
@@ -26,7 +27,7 @@ HELP = "show what is in a checkpoint, and whether it is whole"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
     parser.add_argument("action", choices=("show",), help="show: list the content")
-    parser.add_argument("path", metavar="PATH", help="a file, or a directory of checkpoints")
+    complete_files(parser.add_argument("path", metavar="PATH", help="a file, or a directory of checkpoints"))
 
 
 def run(options: argparse.Namespace) -> int:

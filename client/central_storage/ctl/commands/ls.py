@@ -7,6 +7,7 @@ last step, steps a second now, what it does, and its run directory.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -36,6 +37,9 @@ def run(options: argparse.Namespace) -> int:
         lookers = [stack.enter_context(Looker(entry, options.timeout)) for entry in entries]
         pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
         readings = list(pool.map(lambda looker: looker.look(memory=False), lookers))
+    # One that has ended meanwhile has removed its directory, and is not left over.
+    pairs = zip(entries, readings, strict=True)
+    readings = [found for entry, found in pairs if found.state != "over" or os.path.lexists(entry.path)]
     if any(entry.is_stale for entry in entries):
         services.clean()
     if options.json:
