@@ -104,6 +104,15 @@ def test_a_terminal_shows_a_bar_with_count_rate_and_numbers(clock: Clock) -> Non
     assert "8/8" in terminal.getvalue()
 
 
+def test_slow_steps_have_their_units_without_a_space(clock: Clock) -> None:
+    stream = Terminal()
+    bar = Bar("", 3, "steps", spent=10.0, stream=stream, clock=clock)
+    bar.advance(2)
+    bar.show()
+    bar.close()
+    assert re.search(r"5\.\d\ds/steps", stream.getvalue())
+
+
 def test_text_that_comes_meanwhile_is_above_the_bar() -> None:
     terminal = Terminal()
     bar = Bar("training", 8, "steps", stream=terminal)
