@@ -411,7 +411,7 @@ def _state(
         late = tuple(f"{each.label} to be ready" for each in shown if each.state == "starting")
         return "starting", late or (() if report.processes else ("the script to choose its devices",))
     again = tuple(f"{each.label} to be started again" for each in shown if each.state == "ended" or _is_back(each))
-    if report.state not in ("serving", "recovering"):
+    if report.state in ("failed", "stopping"):
         return report.state, ()
     if again or report.state == "recovering":
         return "recovering", again

@@ -289,7 +289,7 @@ def test_devices_in_a_row_are_joined(devices: tuple[str, ...], said: str) -> Non
     ("state", "waiting", "words", "short"),
     [
         ("running", (), "running", "running"),
-        ("waiting", ("w1 (pid 7), which is stopped",), "waiting for w1 (pid 7), which is stopped", "waiting for w1 (st"),
+        ("waiting", ("w1 (pid 7), which is stopped",), "waiting for w1 (pid 7), which is stopped", "waiting for w1 (s"),
         ("silent", ("the supervisor to answer",), "silent, waits for the supervisor to answer", "silent, waits for su"),
         ("recovering", ("w0 to be started again",), "recovering, waits for w0 to be", "recovering, waits for w0"),
         ("waiting", ("commit 7; replica 0 waits",), "waiting for commit 7; replica 0 waits", "waiting for commit 7"),

@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from central_storage.ctl import printing
-from central_storage.ctl.extras import complete_files
 from central_storage.ctl.cli import FOUND, GOOD, NO_SERVICE
+from central_storage.ctl.extras import complete_files
 from cs_proto.errors import CheckpointError
 from cs_proto.printable import printable
 

@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as if every optimizer were of this class, such as Adam, Lion or torch.AdamW, with its default arguments",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
-    script = parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="script.py [arguments]", help="the script"
-    )
+    script = parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [arguments]", help="the script")
     complete_files(script)
 
 

@@ -78,7 +78,12 @@ def _print(reading: Reading) -> None:
 def _script(reading: Reading) -> str | None:
     if reading.script is None:
         return None
-    who = {"launcher": "under cs-launch", "serve": "cs-launch", "notebook": "a notebook or a prompt", "script": "plain Python"}
+    who = {
+        "launcher": "under cs-launch",
+        "serve": "cs-launch",
+        "notebook": "a notebook or prompt",
+        "script": "plain Python",
+    }
     where = f", in {reading.directory}" if reading.directory else ""
     return f"{reading.script}  ({who.get(reading.kind or '', 'all in one process')}{where})"
 

@@ -15,9 +15,9 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import NoReturn
+from types import FrameType
 
 from central_storage.ctl import printing, screen
 from central_storage.ctl.asking import Supervisor
@@ -245,15 +245,19 @@ def _terminal() -> Iterator[int]:
         os.write(sys.stdout.fileno(), _FIRST_SCREEN)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
-    def stopped(*_: object) -> None:
+    def stopped(number: int, frame: FrameType | None) -> None:
         leave()
         os.kill(os.getpid(), signal.SIGSTOP)
         enter()
 
-    def ended(number: int, _: object) -> NoReturn:
+    def ended(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    handlers = {signal.SIGTSTP: stopped, signal.SIGTERM: ended, signal.SIGHUP: ended}
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+        signal.SIGTSTP: stopped,
+        signal.SIGTERM: ended,
+        signal.SIGHUP: ended,
+    }
     earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         enter()
