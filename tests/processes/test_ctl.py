@@ -176,7 +176,7 @@ def test_a_wait_is_named_with_those_who_wait(plain: Training) -> None:
     waits = {each["label"]: each["waits_for"] for each in status["processes"]}
     assert waits["w0"].startswith("returned after")
     assert waits["w1"] == ""
-    assert "waiting for replica 1" in ctl("ls").out
+    assert "  waiting for w1  " in ctl("ls").out
     plain.flag.unlink()
     plain.until(lambda status: status["state"] == "running")
 
