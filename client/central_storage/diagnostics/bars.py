@@ -107,6 +107,7 @@ def automatic(text: str, total: int, units: str) -> Iterator[Callable[[int], Non
 
     def advance(count: int) -> None:
         nonlocal bar, done
+        count = min(count, total - done)  # tqdm shows no part of the total once it is exceeded
         done += count
         if bar is None and time.monotonic() - began >= _DELAY and may_show:
             bar = Bar(text, total, units, spent=time.monotonic() - began)
@@ -236,10 +237,10 @@ class _Drawn:
 def _width(stream: TextIO) -> dict[str, Any]:
     """How wide a bar is: as the terminal, also after a change; 80 columns if the terminal says no size."""
     try:
-        columns = os.get_terminal_size(stream.fileno()).columns
+        has_size = all(os.get_terminal_size(stream.fileno()))
     except (OSError, ValueError):  # no terminal, or a stream without a descriptor
-        columns = 0
-    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
+        has_size = False
+    return {"dynamic_ncols": True} if has_size else {"ncols": 80, "nrows": 24}
 
 
 class _Lines:
