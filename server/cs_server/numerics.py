@@ -91,9 +91,10 @@ class Numerics:
         parts = [(update, part) for update in apply.updates for part in update.dense]
         for number in apply.variables:
             variable = self._variable(number)
-            first, last = _elements(variable)
+            slab, first, last = _elements(variable)
             for update, part in parts:
-                if part.dtype == variable.spec.dtype and any(begin <= first < end for begin, end in part.ranges):
+                # A table lies in a slab of its own, at the offsets of other variables.
+                if part.parameters == slab and any(begin <= first < end for begin, end in part.ranges):
                     gradients = [self._memory.elements(name, part.dtype)[first:last] for name in part.gradients]
                     has_bound = apply.global_clipnorm is not None or not _CLIPS.isdisjoint(dict(update.hyperparameters))
                     yield from _in_variable(variable, gradients, apply, has_bound=has_bound)
@@ -156,12 +157,12 @@ def _placed(bad: Bad, begin: int, variable: Variable) -> Bad:
     return Bad(tuple(map(int, np.unravel_index(begin + bad.place[0], variable.spec.shape))), bad.value)
 
 
-def _elements(variable: Variable) -> tuple[int, int]:
-    """The elements of its segment that a variable covers: the first, and the one after the last."""
+def _elements(variable: Variable) -> tuple[str, int, int]:
+    """The segment of a variable, and the elements that it covers there: the first, and the one after the last."""
     array = variable.array
     assert isinstance(array.place, Location)
     first = array.place.offset // np.dtype(array.dtype).itemsize
-    return first, first + array.nbytes // np.dtype(array.dtype).itemsize
+    return array.place.segment, first, first + array.nbytes // np.dtype(array.dtype).itemsize
 
 
 def _is_power_of_ten(count: int) -> bool:

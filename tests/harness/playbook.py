@@ -356,9 +356,9 @@ class Playbook:
 
 
 def uncounted(command: Command) -> Command:
-    """The same without the number of captured steps."""
+    """The same without the number of captured steps, and without the rate: a server that takes over begins anew."""
     if isinstance(command, Send) and isinstance(command.record, Counters):
-        return replace(command, record=record_with(command.record, captured=0, uncaptured=()))
+        return replace(command, record=record_with(command.record, captured=0, uncaptured=(), rate=0.0))
     return command
 
 

@@ -176,7 +176,7 @@ def test_a_wait_is_named_with_those_who_wait(plain: Training) -> None:
     waits = {each["label"]: each["waits_for"] for each in status["processes"]}
     assert waits["w0"].startswith("returned after")
     assert waits["w1"] == ""
-    assert "waiting for replica 1" in ctl("ls").out
+    assert "  waiting for w1  " in ctl("ls").out
     plain.flag.unlink()
     plain.until(lambda status: status["state"] == "running")
 
@@ -197,6 +197,7 @@ def test_lines_are_printed_and_followed_until_the_end(launched: Training) -> Non
     said = ctl("logs", launched.address).ok().lines
     assert said.count("[w0] hello from a replica") == said.count("[w1] hello from a replica") == 1
     assert ctl("logs", "-p", "w1", "-n", "1", launched.address).ok().lines == ["[w1] hello from a replica"]
+    assert ctl("logs", "-n", "0", launched.address).ok().lines == []
     assert "there is no process 'w7': server, w0, w1, supervisor" in ctl("logs", "-p", "w7", launched.address).err
     with start("cs-ctl", "logs", "-f", "--json", launched.address) as follows:
         follows.wait_for("hello from a replica")

@@ -323,6 +323,8 @@ def test_the_scripts_own_failure_is_told(tmp_path: Path) -> None:
         (("absent.py",), "there is no script 'absent.py' in "),
         (("--optimizer", "Adamm", "{script}"), "--optimizer Adamm: there is no such optimizer; there are SGD, "),
         (("--devices", "gpu:99", "{script}"), "device 'gpu:99' does not exist"),
+        (("--",), "no script was given"),
+        (("--", "{script}"), "has made no CentralStorageStrategy, so there is nothing to estimate"),
         (("{script}",), "has made no CentralStorageStrategy, so there is nothing to estimate"),
     ],
 )

@@ -192,6 +192,8 @@ def test_a_directory_is_no_timeline_before_the_training(two: cs.CentralStorageSt
     is_trained = False
     with pytest.raises(IsADirectoryError, match="a timeline is a file"), two.timeline(tmp_path):
         is_trained = True
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/no/t.json'$"):
+        two.timeline(tmp_path / "no" / "t.json").__enter__()
     assert not is_trained
 
 
@@ -319,7 +321,8 @@ def test_a_launcher_and_a_variable_ask_for_a_timeline(tmp_path: Path) -> None:
         functions = [event for event in trace["traceEvents"] if event["name"] == "function"]
         assert len(functions) == count
     ended = run(script, directory=tmp_path, environment={"CS_TIMELINE": str(tmp_path / "nowhere/out.json")}).ok()
-    assert "CS_TIMELINE: no timeline is recorded" in ended.err
+    assert "CS_TIMELINE: no timeline is recorded: [Errno 2] No such file or directory: " in ended.err
+    assert "/nowhere/out.json'" in ended.err
     refused = run("cs-launch", "--timeline", "out.json", "--serve", "1")
     assert refused.code == 2
     assert "set CS_TIMELINE where the script runs" in refused.err

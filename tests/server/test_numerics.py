@@ -11,6 +11,7 @@ from tests.server.compute.test_executor import Bytes
 
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import Counters, ReplicaStatistics, Return, Value, Variable, VariableSpec
+from cs_proto.records import replace
 from cs_server.events import Apply, Commit, Dense, Rows, Update
 from cs_server.numerics import Numerics
 
@@ -74,6 +75,23 @@ def test_the_first_number_of_each_replica_is_named(said: Any) -> None:
         "the gradient of 'v1' has nan at [1, 2], in step 5 of train.step on replica 0 (train.py:9); so are those of 1 "
         "more variables; the update is not held back",
         "the gradient of 'v2' has -inf, in step 5 of train.step on replica 1 (train.py:9); the update is not held back",
+    ]
+
+
+def test_a_table_at_the_offset_of_a_bad_gradient_is_not_named(said: Any) -> None:
+    world = World()
+    own = world.variable
+
+    def variable(number: int) -> Variable:
+        found = own(number)
+        return found if number != 1 else replace(found, place=Location("tables", 0))
+
+    world.numerics = Numerics(world.memory, variable)
+    world.hear(7, 5)
+    world.memory.segments["g0"][0] = world.memory.segments["g0"][8] = np.nan
+    assert world.look() == [1, 0, 1, 0]
+    assert said() == [
+        "the gradient of 'v2' has nan, in step 5 of train.step on replica 0 (train.py:9); the update is not held back"
     ]
 
 

@@ -117,6 +117,22 @@ def test_it_is_redrawn_while_a_worker_dies_and_hears_keys(
     terminal.until(lambda text: "code 0" in text)
 
 
+def test_ctrl_z_and_an_end_give_the_terminal_back(training: Training, opened: Callable[..., Terminal]) -> None:
+    program = str(Path(sys.executable).with_name("cs-top"))
+    terminal = opened(80, 24, "bash", "--norc", "-i")
+    terminal.press(f"{program} --interval 0.2 {training.address}", "Enter")
+    terminal.until(lambda text: "q quit" in text)
+    terminal.press("C-z")
+    terminal.until(lambda text: "Stopped" in text and "q quit" not in text)
+    terminal.press("echo seen", "Enter", "fg", "Enter")
+    shown = terminal.until(lambda text: "q quit" in text)
+    assert shown.startswith("train-")
+    terminal.press("C-z")
+    terminal.until(lambda text: "q quit" not in text and "seen" in text)
+    terminal.press("kill %1; fg", "Enter", "echo code $?", "Enter")
+    terminal.until(lambda text: "code 143" in text and "q quit" not in text)
+
+
 def wait(holds: Callable[[], bool]) -> None:
     """The time of the test limits the wait."""
     while not holds():

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,10 +15,7 @@ from cs_proto.sizes import rounded
 
 from .extras import has
 
-__all__ = ["age", "clock", "is_terminal", "json_line", "line", "number", "plain", "size", "table"]
-
-# A column that is folded has at least so many characters: on a narrower terminal a table is plain, and nothing is cut.
-_FOLDED = 8
+__all__ = ["age", "clock", "cut", "is_terminal", "json_line", "line", "number", "plain", "size", "table", "width"]
 
 
 def is_terminal() -> bool:
@@ -36,15 +34,14 @@ def json_line(value: object) -> None:
 
 
 def table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), folded: Sequence[str] = ()
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """Print rows below the names of their columns. Columns named in ``right`` are aligned to the right. On a terminal
-    those named in ``folded`` go on in the next line if it is narrow. In a pipe, and on a terminal that is too narrow
-    for that, nothing is folded."""
+    """Print rows below the names of their columns. Columns named in ``right`` are aligned to the right. If a terminal
+    is too narrow for a table, what columns named in ``below`` say stands below each row, and nothing is cut."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    least = sum(min(width, _FOLDED) if name in folded else width for name, width in zip(columns, widths, strict=True))
-    if is_terminal() and has("rich") and least + 2 * len(columns) <= shutil.get_terminal_size().columns:
+    widths = [max(map(width, cells)) for cells in zip(columns, *rows, strict=True)]
+    is_narrow = is_terminal() and sum(widths) + 2 * (len(columns) - 1) > shutil.get_terminal_size().columns
+    if is_terminal() and has("rich") and not is_narrow:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -52,17 +49,55 @@ def table(
         made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for name in columns:
             side: Literal["left", "right"] = "right" if name in right else "left"
-            made.add_column(name, justify=side, overflow="fold", no_wrap=name not in folded)
+            made.add_column(name, justify=side, no_wrap=True)
         for row in rows:
             made.add_row(*map(Text, row))
         Console().print(made)
         return
     for row in (columns, *rows):
-        cells = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(columns, row, widths, strict=True)
-        ]
+        cells, under = [], []
+        for name, cell, room in zip(columns, row, widths, strict=True):
+            if is_narrow and name in below:
+                under.append(cell)
+                continue
+            space = " " * (room - width(cell))
+            cells.append(space + cell if name in right else cell + space)
         print("  ".join(cells).rstrip())
+        for cell in under if row is not columns else ():
+            if cell:
+                print(f"  {cell}")
+
+
+def width(text: str) -> int:
+    """The columns of a terminal that a text takes.
+
+    Examples:
+        >>> width("abc"), width("数据"), width("e\u0301")
+        (3, 4, 1)
+    """
+    return len(text) if text.isascii() else sum(map(_width_of, text))
+
+
+def cut(text: str, columns: int) -> str:
+    """The part of a text that so many columns of a terminal have room for.
+
+    Examples:
+        >>> cut("abc", 2), cut("数据", 3)
+        ('ab', '数')
+    """
+    if text.isascii():
+        return text[:columns]
+    for at, character in enumerate(text):
+        columns -= _width_of(character)
+        if columns < 0:
+            return text[:at]
+    return text
+
+
+def _width_of(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def size(nbytes: int | None) -> str:

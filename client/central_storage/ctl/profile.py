@@ -18,6 +18,8 @@ from cs_proto import segment_names
 from cs_proto.errors import CentralStorageError, InvalidArgumentError
 from cs_proto.frozen import frozen
 
+from .printing import number
+
 __all__ = [
     "Commits",
     "Profile",
@@ -245,9 +247,9 @@ def lines(found: Profile) -> list[str]:
     if not found.steps:
         return [found.bottleneck]
     shown = [f"{found.steps} steps, {duration(found.step)} each (means)"]
-    for number, each in enumerate(found.replicas):
-        shown.append(_line(f"replica {number}: function", each.function, found.step))
-        shown.append(_line(f"replica {number}: waiting for others", each.waiting, found.step))
+    for replica, each in enumerate(found.replicas):
+        shown.append(_line(f"replica {replica}: function", each.function, found.step))
+        shown.append(_line(f"replica {replica}: waiting for others", each.waiting, found.step))
     shown.append(_line("commit", found.commit, found.step))
     shown.append(_line("messages and wake-ups", found.messages, found.step))
     shown.append(_line("script: data, as far as waited for", found.data, found.step))
@@ -262,5 +264,13 @@ def _line(what: str, seconds: float, step: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For example ``5.61 ms``."""
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    """How long something lasts, with three digits that count.
+
+    Examples:
+        >>> duration(0.00561), duration(0.00002), duration(1.114), duration(1234.5)
+        ('5.61 ms', '20 µs', '1.11 s', '1234 s')
+    """
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{number(seconds / unit)} {name}"
+    return f"{number(seconds * 1e6)} µs"

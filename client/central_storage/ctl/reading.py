@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -30,10 +31,11 @@ State = Literal["starting", "running", "waiting", "recovering", "stopping", "fai
 
 # A wait of fewer seconds is a part of every step.
 _WAIT_SECONDS = 1.0
-# Two looks closer together than this give no rate.
-_LEAST_SECONDS = 0.05
+# A step of all replicas may take longer than that, and nobody waits for another one meanwhile.
+_ALONE_SECONDS = 10.0
 _WAIT = re.compile(r"run [\d.]+: waiting ([\d.]+) s for (.*)", re.DOTALL)
 _AWAITED = re.compile(r"^(the |a )?(?P<process>server|supervisor|script|w\d+)\b|\breplica (?P<replica>\d+) \(")
+_STOPPED = ", which is stopped"
 _REPLICA = r"replica {} ((?:waits at|returned after|is lost)[^;]*)"
 
 
@@ -100,7 +102,7 @@ class Reading:
     step: int | None
     runs: int | None
     commits: int | None
-    #: Steps a second since the last look.
+    #: Steps a second now.
     rate: float | None
     #: Steps a second since the service began.
     average_rate: float | None
@@ -130,6 +132,21 @@ class Reading:
         """Whether the service does what it is there for, or is about to."""
         return self.state in ("starting", "running", "waiting")
 
+    @property
+    def in_words(self) -> str:
+        """What the service does, and for what it waits first."""
+        return self._said(self.waiting[:1])
+
+    @property
+    def in_short(self) -> str:
+        """What the service does, and for which processes it waits."""
+        return self._said(list(dict.fromkeys(short for wait in self.waiting for short in _shortened(wait))))
+
+    def _said(self, waits: Sequence[str]) -> str:
+        if not waits:
+            return self.state
+        return f"{self.state}{' for' if self.state == 'waiting' else ', waits for'} {', '.join(waits)}"
+
 
 def as_json(reading: Reading) -> dict[str, Any]:
     """The reading as JSON values. ``docs/guide/cs-ctl.md`` lists the fields."""
@@ -151,6 +168,13 @@ def awaited(wait: str) -> list[str]:
     return [each["process"] or f"w{each['replica']}" for each in found]
 
 
+def _shortened(wait: str) -> list[str]:
+    labels = awaited(wait)
+    if not labels:
+        return [wait.partition(";")[0]]
+    return [f"{labels[0]} (stopped)"] if wait.endswith(_STOPPED) else labels
+
+
 def read(entry: Entry, timeout: float) -> Reading:
     """One look at a service. ``timeout`` (seconds) is for each answer."""
     with Looker(entry, timeout) as looker:
@@ -164,7 +188,6 @@ class Looker:
         self.entry = entry
         self._timeout = timeout
         self._observer: Observer | None = None
-        self._last: Counters | None = None
         self._memory: dict[int, processes.Memory | None] = {}
         self._segments: dict[str, int] | None = None
 
@@ -237,7 +260,6 @@ class Looker:
         since = report.since if report is not None else file.since if file else None
         shown = self._processes(report, counters, supervisor, script, memory)
         state, waiting = _state(report, counters, unheard, server_is_late, shown)
-        last, self._last = self._last, counters
         devices = tuple(each.device for each in shown if each.role == "worker" and each.device) or (
             file.devices if file else ()
         )
@@ -260,8 +282,8 @@ class Looker:
             step=counters.run if counters else None,
             runs=counters.runs if counters else None,
             commits=counters.commits if counters else None,
-            rate=_rate(last, counters),
-            average_rate=counters.runs / max(now - since, _LEAST_SECONDS) if counters and since else None,
+            rate=counters.rate if counters else None,
+            average_rate=counters.runs / max(now - since, 1e-3) if counters and since else None,
             captured=counters.captured if counters else None,
             uncaptured=dict(counters.uncaptured) if counters else None,
             not_finite=counters.not_finite if counters else None,
@@ -374,13 +396,6 @@ class Looker:
         return processes.variables_of(pid).get("CS_RUN_DIRECTORY") != self.entry.path
 
 
-def _rate(before: Counters | None, now: Counters | None) -> float | None:
-    """Steps a second between two looks at one server."""
-    if before is None or now is None or before.pid != now.pid or now.uptime - before.uptime < _LEAST_SECONDS:
-        return None
-    return max(0, now.runs - before.runs) / (now.uptime - before.uptime)
-
-
 def _state(
     report: ServiceReport | None,
     counters: Counters | None,
@@ -390,25 +405,35 @@ def _state(
 ) -> tuple[State, tuple[str, ...]]:
     """What the service does, and for what it waits. ``unheard``: what it does if its supervisor did not report."""
     if report is None:
-        return unheard, ("the supervisor to answer",) if unheard in ("starting", "silent") else ()
+        stopped = tuple(_stopped(each) for each in shown if each.role == "supervisor" and each.state == "stopped")
+        return unheard, (stopped or ("the supervisor to answer",)) if unheard in ("starting", "silent") else ()
     if report.state == "starting":
         late = tuple(f"{each.label} to be ready" for each in shown if each.state == "starting")
         return "starting", late or (() if report.processes else ("the script to choose its devices",))
-    if report.state != "serving":
-        return report.state, ()
     again = tuple(f"{each.label} to be started again" for each in shown if each.state == "ended" or _is_back(each))
-    if again:
+    if report.state in ("failed", "stopping"):
+        return report.state, ()
+    if again or report.state == "recovering":
         return "recovering", again
-    stopped = tuple(f"{each.label} (pid {each.pid}), which is stopped" for each in shown if each.state == "stopped")
+    stopped = tuple(_stopped(each) for each in shown if each.state == "stopped")
     if server_is_late:
         return "waiting", stopped or ("the server to answer",)
     waits = [found for found in map(_WAIT.fullmatch, counters.waiting if counters else ()) if found]
-    long = tuple(found[2] for found in waits if float(found[1]) >= _WAIT_SECONDS)
+    long = tuple(found[2] for found in waits if float(found[1]) >= _patience(found[2]))
     if long or stopped:
         return "waiting", (*stopped, *long)
     if not report.controllers:
         return "waiting", ("a script",)
     return "running", ()
+
+
+def _stopped(process: Process) -> str:
+    return f"{process.label} (pid {process.pid}){_STOPPED}"
+
+
+def _patience(wait: str) -> float:
+    """The seconds after which a wait of a run is one of the service. If all replicas compute, only the script waits."""
+    return _ALONE_SECONDS if wait.endswith("no replica has come to a merge point") else _WAIT_SECONDS
 
 
 def _is_back(process: Process) -> bool:

@@ -24,7 +24,7 @@ _KEYS = "q quit  p pause  b bars  s sort: {sort}  logs: 0-9 worker  v server  l 
 
 @frozen
 class Bars:
-    """What the bars show: names, and shares from 0 to 1."""
+    """What the bars show: names, and shares. A bar is full at a share of 1."""
 
     title: str
     shares: tuple[tuple[str, float], ...]
@@ -68,8 +68,8 @@ def drawn(
     columns: int,
     rows: int,
 ) -> list[str]:
-    """At most ``rows`` lines of at most ``columns`` characters: the service, its rate, its processes, the bars, and its
-    last events or the lines of ``log``. ``cpu``: how much of one processor each process takes, from 0 to 1. What has no
+    """At most ``rows`` lines of at most ``columns`` columns: the service, its rate, its processes, the bars, and its
+    last events or the lines of ``log``. ``cpu``: how much of one processor each process takes. What has no
     room is left out from below; the keys stay."""
     lines = [*_head(reading, is_paused), _rate_line(reading, rates, columns), ""]
     lines += _processes(sorted(reading.processes, key=lambda each: _order(each, sort, cpu)), cpu, columns)
@@ -82,16 +82,15 @@ def drawn(
         lines += ["", "events", *(f"  {printing.clock(e.time)}  {e.text}" for e in reading.events[-room:])]
     lines = lines[: rows - 1]
     lines += [""] * (rows - 1 - len(lines))
-    return [printable(line)[:columns] for line in (*lines, _KEYS.format(sort=sort))]
+    return [printing.cut(printable(line), columns) for line in (*lines, _KEYS.format(sort=sort))]
 
 
 def _head(reading: Reading, is_paused: bool) -> list[str]:
     age = printing.age(None if reading.since is None else reading.time - reading.since)
-    wait = f" for {reading.waiting[0]}" if reading.waiting else ""
-    paused = "  [paused]" if is_paused else ""
+    paused = "[paused] " if is_paused else ""
     shared = None if reading.shared_nbytes is None else sum(reading.shared_nbytes.values())
     return [
-        f"{reading.name}  {reading.state}{paused}{wait}",
+        f"{reading.name}  {paused}{reading.in_words}",
         f"{printing.plain(reading.script)}  {age}  shared {printing.size(shared)}  "
         f"restarts {printing.plain(reading.restarts)}  {printing.plain(reading.transport)}",
     ]

@@ -25,8 +25,8 @@ _WINDOW = 60.0
 
 
 def processor(before: Reading | None, now: Reading) -> dict[str, float]:
-    """Shares from 0 to 1 by process for the time between two readings of one service. A process that computes on
-    several processors at once has a share of 1."""
+    """Shares by process for the time between two readings of one service: 1 is the time of one processor, and a process
+    that computes on several at once has more."""
     if before is None or now.time <= before.time:
         return {}
     known = {each.pid: each.cpu_seconds for each in before.processes}
@@ -34,7 +34,7 @@ def processor(before: Reading | None, now: Reading) -> dict[str, float]:
     for each in now.processes:
         earlier = known.get(each.pid)
         if each.cpu_seconds is not None and earlier is not None:
-            found[each.label] = min(1.0, max(0.0, (each.cpu_seconds - earlier) / (now.time - before.time)))
+            found[each.label] = max(0.0, (each.cpu_seconds - earlier) / (now.time - before.time))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,8 @@ __all__ = ["Stack", "collect", "merged", "parsed"]
 
 _THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+# How faulthandler writes what is not ASCII.
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _POLL_SECONDS = 0.01
 # faulthandler writes at one go. When nothing has come for so long, that is all.
 _QUIET_SECONDS = 0.15
@@ -76,11 +79,15 @@ def parsed(text: str) -> list[Stack]:
             add()
             thread, frames = begun[3] or begun[2], []
         elif frame := _FRAME.fullmatch(line):
-            frames.append((frame[1], frame[2], frame[3]))
+            frames.append((_unescaped(frame[1]), frame[2], _unescaped(frame[3])))
         elif line.startswith("  ") and thread:
             frames.append((line.strip(), "", ""))  # "<no Python frame>", "..."
     add()
     return result
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(min(int(found[1] or found[2] or found[3], 16), sys.maxunicode)), text)
 
 
 def merged(found: Sequence[tuple[str, Sequence[Stack]]]) -> list[tuple[list[str], tuple[tuple[str, str, str], ...]]]:

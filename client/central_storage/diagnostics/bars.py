@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -106,6 +107,7 @@ def automatic(text: str, total: int, units: str) -> Iterator[Callable[[int], Non
 
     def advance(count: int) -> None:
         nonlocal bar, done
+        count = min(count, total - done)  # tqdm shows no part of the total once it is exceeded
         done += count
         if bar is None and time.monotonic() - began >= _DELAY and may_show:
             bar = Bar(text, total, units, spent=time.monotonic() - began)
@@ -184,13 +186,20 @@ def _notebook() -> Any:
 
     if notebook.IProgress is None:  # without ipywidgets, text that a notebook draws over and over
         return _terminal()
-    return type("Bar", (notebook.tqdm_notebook,), _OWN)
+    return type("Bar", (notebook.tqdm_notebook,), _OWN | {"format_meter": staticmethod(_line_of_tqdm)})
 
 
 def _terminal() -> Any:
     from tqdm import std
 
-    return type("Bar", (std.tqdm,), _OWN)
+    return type("Bar", (std.tqdm,), _OWN | {"format_meter": staticmethod(_line_of_tqdm)})
+
+
+def _line_of_tqdm(*given: Any, **named: Any) -> str:
+    """What tqdm writes, without the space that it puts before the units of slow steps, as in ``2.89s/ steps``."""
+    from tqdm import std
+
+    return re.sub(r"(\d)s/ ", r"\1s/", std.tqdm.format_meter(*given, **named))
 
 
 class _Drawn:
@@ -228,10 +237,10 @@ class _Drawn:
 def _width(stream: TextIO) -> dict[str, Any]:
     """How wide a bar is: as the terminal, also after a change; 80 columns if the terminal says no size."""
     try:
-        columns = os.get_terminal_size(stream.fileno()).columns
+        has_size = all(os.get_terminal_size(stream.fileno()))
     except (OSError, ValueError):  # no terminal, or a stream without a descriptor
-        columns = 0
-    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
+        has_size = False
+    return {"dynamic_ncols": True} if has_size else {"ncols": 80, "nrows": 24}
 
 
 class _Lines:

@@ -345,6 +345,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--timeline is recorded by a script, and --{modes[0]} runs none; set CS_TIMELINE where the script runs"
         )
+    if options.timeline is not None and not (directory := Path(options.timeline).absolute().parent).is_dir():
+        raise ConfigurationError(f"--timeline {options.timeline}: there is no directory {directory}")
     metrics_options.check(options, modes)
     listen_options.check(options, modes)
     join_options.check(options)
@@ -408,12 +410,13 @@ def _script_arguments(options: argparse.Namespace) -> list[str]:
         if not options.module:
             raise ConfigurationError("-m needs the name of a module")
         return ["-m", *options.module]
-    if not options.command:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
         raise ConfigurationError("no script was given: cs-launch [options] script.py [arguments]; see cs-launch --help")
-    script = options.command[0]
+    script = command[0]
     if not Path(script).exists():
         raise ConfigurationError(f"there is no script {script!r} in {os.getcwd()}")
-    return list(options.command)
+    return list(command)
 
 
 def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles | None:

@@ -33,6 +33,8 @@ _DRAFT = f"{FILE}.draft"
 Kind = Literal["launcher", "script", "notebook", "serve", "in-process"]
 
 _SCRIPT_LIMIT = 500
+# Options of Python that have a value.
+_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 # No clock shows a later time, in seconds.
 _LATEST = 1 << 37
 
@@ -158,10 +160,14 @@ def typed(words: Sequence[str]) -> str:
 
 
 def origin() -> tuple[str, Kind]:
-    """What the user of this process typed, and whether it is a script or a notebook."""
+    """What the user of this process typed, and whether it is a script or a notebook. A prompt of Python counts as a
+    notebook: who is interrupted there goes on."""
     if "ipykernel.kernelapp" in sys.modules:
         return os.environ.get("JPY_SESSION_NAME") or "notebook", "notebook"
-    return typed(sys.orig_argv[1:]) or "interactive", "script"
+    is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if sys.argv[:1] in ([], [""], ["-"]):  # there is no script
+        return ("interactive", "notebook") if is_prompt else ("stdin", "script")
+    return typed(sys.orig_argv[1:]), "notebook" if is_prompt else "script"
 
 
 def _stem(script: str) -> str:
@@ -175,7 +181,9 @@ def _stem(script: str) -> str:
     if "-m" in words[:3]:
         stem = "".join(words[words.index("-m") + 1 :][:1]).rsplit(".", 1)[-1]
     else:
-        stem = PurePath(next((word for word in words if not word.startswith("-")), "")).stem
+        values = {place + 1 for place, word in enumerate(words) if word in _WITH_VALUES}
+        named = (word for place, word in enumerate(words) if not word.startswith("-") and place not in values)
+        stem = PurePath(next(named, "")).stem
     kept = "".join(char if char.isalnum() or char in "_-" else "-" for char in stem)[:24].strip("-")
     return kept or "python"
 

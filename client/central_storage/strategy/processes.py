@@ -6,13 +6,13 @@ import os
 
 from central_storage.core.backends import ControllerBackend
 from central_storage.diagnostics.html import section, table
-from cs_proto.sizes import in_units
+from cs_proto.sizes import rounded
 
 __all__ = ["shown"]
 
 #: The state of a process in /proc, in words.
 _STATES = {"R": "computes", "S": "waits", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "has died"}
-_HEAD = ("process", "pid", "device", "state", "memory of its own", "processor time")
+_HEAD = ("process", "pid", "device", "state", "allocated memory", "processor time")
 
 
 def shown(title: str, backend: ControllerBackend) -> str:
@@ -41,4 +41,4 @@ def _row(name: str, pid: int, device: str, node: str) -> tuple[object, ...]:
         return name, pid, device, "has died, or is not to be seen from here", "", ""
     own = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
     seconds = (int(numbers[10]) + int(numbers[11])) / os.sysconf("SC_CLK_TCK")
-    return name, pid, device, _STATES.get(state, state), in_units(own).strip(" ()") or f"{own} B", f"{seconds:.1f} s"
+    return name, pid, device, _STATES.get(state, state), rounded(own), f"{seconds:.1f} s"

@@ -128,7 +128,10 @@ class Recording:
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "a timeline is a file, and this is a directory", str(self.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = os.fdopen(os.open(self._part, flags, 0o666), "w", encoding="utf-8")
+        try:
+            self._file = os.fdopen(os.open(self._part, flags, 0o666), "w", encoding="utf-8")
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from None
         try:
             self._recorder = Recorder(address)
         except BaseException:  # also Ctrl-C: nothing may be left behind

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.descriptors import Array, Location
-from cs_proto.records import Count, Finite, Range, Record, Seconds, record
+from cs_proto.records import Count, Finite, NotNegative, Range, Record, Seconds, record
 
 from .shared import DevicePlace, Error, Number, Optimizer, Pid, Replica, Variable, VariableSpec, WriteOp
 
@@ -260,6 +260,7 @@ class Counters(Record):
     how long, in words.
     ``not_finite`` counts the commits since the start of the server in which a sum of gradients was not finite, and
     ``overflowed`` those of them in which each gradient was finite; the server looks for that where it warns.
+    ``rate`` is the number of runs a second over the last second or, if they take long, over the last ten.
 
     Examples:
         >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
@@ -285,6 +286,7 @@ class Counters(Record):
     waiting: tuple[str, ...] = ()
     not_finite: Count = 0
     overflowed: Count = 0
+    rate: NotNegative = 0.0
 
 
 @record(76)

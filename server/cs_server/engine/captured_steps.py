@@ -153,6 +153,7 @@ class CapturedSteps:
         elif type(event) is Computed:
             reason = reasons.COMBINED if event.error is None else reasons.FAILED
         elif type(event) is Tick:
+            self._server.rate.note(now, self._server.tables.tally.runs + sum(self._counts))
             if self._ground is None:
                 return None
             if not self._is_slow(now):

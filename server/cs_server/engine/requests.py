@@ -307,6 +307,7 @@ def statistics(server: State, peer: bytes, record: Statistics, now: float) -> No
         uncaptured=tuple((why, count) for why, count in zip(reasons.WORDS, tally.uncaptured, strict=True) if count),
         run=runs.last_finished(server),
         waiting=watchdog.waits(server, now),
+        rate=server.rate.at(now, tally.runs),
     )
     server.out.append(Send(peer, counters))
 

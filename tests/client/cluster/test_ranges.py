@@ -112,7 +112,7 @@ Got: request commits
 Described: request optimizers slotted steps
 ReplicaStatistics: replica pid device runs points applies not_finite node
 Counters: request pid uptime variables parameter_nbytes slot_nbytes commits runs messages replicas posted doorbells
-Counters: captured uncaptured run waiting not_finite overflowed
+Counters: captured uncaptured run waiting not_finite overflowed rate
 Refused: number
 Slots: request names
 Fetched: request

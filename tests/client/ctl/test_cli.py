@@ -63,7 +63,7 @@ def test_a_command_is_imported_only_when_it_is_called() -> None:
         (["status", "/nowhere"], 3, "cs-ctl: error: no service runs in /nowhere"),
         (["stop", "--wait", "-1", "/nowhere"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["stop", "--kill-after", "nan", "/nowhere"], 2, "--kill-after is a number of seconds below 1e6, not nan"),
-        (["logs", "--lines", "-1"], 2, "--lines must be a number from 1, not -1"),
+        (["logs", "--lines", "-1"], 2, "--lines must be a number from 0, not -1"),
         (["profile", "--steps", "0"], 2, "a profile needs at least one step"),
         (["profile", "--wait", "-1"], 2, "--wait is a number of seconds below 1e6, not -1"),
         (["profile"], 3, "cs-ctl: error: no service runs"),
@@ -130,8 +130,7 @@ def test_status_shows_what_was_read(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "service:   train-1f3a  (/run/cs-1f3a22bb)",
         "script:    train.py --rate 0.1  (plain Python, in /home/me)",
-        "state:     waiting for replica 1",
-        "           and for replica 2",
+        "state:     waiting for replica 1\n           and for replica 2",
         "step:      42; 12.5 steps/s now, 10 on average",
         "captured:  40 of 42 steps (95 %)",
         "memory:    private 5.0 MB; shared 1.2 kB (parameters 400 B, slots 800 B)",
@@ -162,6 +161,22 @@ def test_a_shell_takes_its_completions(shell: str, capsys: pytest.CaptureFixture
         probe.write_text(f"{script}\n{calls}\n")
         said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True)
         assert set(said.stdout.split()) == {"status", "stack"}
+
+
+@pytest.mark.parametrize("command", ["estimate", "checkpoint show"])
+def test_files_are_completed_where_a_file_is_meant(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    words = ["cs-ctl", *command.split(), "trai"]
+    (tmp_path / "train.py").touch()
+    probe = tmp_path / "probe.sh"
+    calls = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_cs_ctl cs-ctl trai {words[-2]}"
+    probe.write_text(f"{capsys.readouterr().out}\n{calls}; echo ${{COMPREPLY[@]}}\n")
+    said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout == "train.py\n"
+    assert cli.main(["completion", "fish"]) == 0
+    assert f"'__fish_seen_subcommand_from {command.split()[0]}' -F" in capsys.readouterr().out
 
 
 def test_fish_takes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,11 +247,63 @@ def test_a_table_is_cut_nowhere(
     monkeypatch.setattr(printing, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
     cells = ["train-1f3a", "waiting for replica 1", "1234567", "a-long/path/to/train.py --rate 0.1"]
-    printing.table(["NAME", "STATE", "PID", "SCRIPT"], [cells], folded=["SCRIPT"])
+    printing.table(["NAME", "STATE", "PID", "SCRIPT"], [cells], below=["SCRIPT"])
     said = capsys.readouterr().out
-    assert all(cell in said for cell in cells[:3])
-    assert "".join(cells[3].split()) in "".join(said.split()) or columns == 60  # it is folded into a column
+    assert all(cell in said for cell in cells)
+    assert ("SCRIPT" in said) == (columns == 200)
     assert max(map(len, said.splitlines())) <= columns or columns == 20
+
+
+def test_services_fit_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(printing, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    wait = "replica 1 (pid 4711, w1.1), last seen 2 s ago; replica 0 returned after 1 merge point"
+    devices = tuple(f"cpu:{number}" for number in range(12))
+    ls._print([reading(), reading(state="waiting", waiting=(wait,), devices=devices, rate=1234.5)])
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= 80
+    assert said[2:] == [
+        "  train.py --rate 0.1",
+        "  /run/cs-1f3a22bb",
+        "train-1f3a  waiting for w1    42     1234  cpu:0-11     4711  1m05s",
+        "  train.py --rate 0.1",
+        "  /run/cs-1f3a22bb",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (("cpu:0", "cpu:1"), "cpu:0,cpu:1"),
+        (("cpu:0", "cpu:1", "cpu:2", "gpu:0"), "cpu:0-2,gpu:0"),
+        (("gpu:0+gpu:1", "gpu:2", "gpu:3", "gpu:4", "gpu:6"), "gpu:0+gpu:1,gpu:2-4,gpu:6"),
+    ],
+)
+def test_devices_in_a_row_are_joined(devices: tuple[str, ...], said: str) -> None:
+    assert ls._places(reading(devices=devices)) == said
+
+
+@pytest.mark.parametrize(
+    ("state", "waiting", "words", "short"),
+    [
+        ("running", (), "running", "running"),
+        ("waiting", ("w1 (pid 7), which is stopped",), "waiting for w1 (pid 7), which is stopped", "waiting for w1 (s"),
+        ("silent", ("the supervisor to answer",), "silent, waits for the supervisor to answer", "silent, waits for su"),
+        ("recovering", ("w0 to be started again",), "recovering, waits for w0 to be", "recovering, waits for w0"),
+        ("waiting", ("commit 7; replica 0 waits",), "waiting for commit 7; replica 0 waits", "waiting for commit 7"),
+    ],
+)
+def test_a_state_is_said_in_words(state: str, waiting: tuple[str, ...], words: str, short: str) -> None:
+    found = reading(state=state, waiting=waiting)
+    assert found.in_words.startswith(words)
+    assert found.in_short.startswith(short)
+
+
+def test_wide_characters_move_no_column(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.table(["NAME", "PID"], [["数据", "7"], ["e\u0301", "8"]], right=["PID"])
+    assert capsys.readouterr().out.splitlines() == ["NAME  PID", "数据    7", "e\u0301       8"]
 
 
 def test_a_terminal_without_a_size_has_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:

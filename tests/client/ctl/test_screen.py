@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.client.ctl.conftest import process, reading
 
+from central_storage.ctl.printing import width
 from central_storage.ctl.profile import summary
 from central_storage.ctl.reading import Event
 from central_storage.ctl.screen import SORTS, Bars, bar, drawn, sparkline
@@ -49,7 +50,7 @@ def picture(
 def test_it_fits_every_terminal(columns: int, rows: int, log: list[str] | None) -> None:
     lines = picture(columns, rows, log)
     assert len(lines) == rows
-    assert all(len(line) <= columns for line in lines)
+    assert all(width(line) <= columns for line in lines)
     assert "q quit".startswith(lines[-1][:6])
 
 
@@ -94,7 +95,13 @@ def test_bars_without_room_are_counted() -> None:
 def test_a_paused_picture_says_so_beside_the_longest_wait() -> None:
     now = reading(state="waiting", waiting=("replica 1 " * 20,))
     lines = drawn(now, [], {}, Bars("", ()), sort="name", is_paused=True, log=None, columns=80, rows=24)
-    assert "waiting  [paused] for replica 1" in lines[0]
+    assert "[paused] waiting for replica 1" in lines[0]
+
+
+def test_wide_characters_leave_the_first_line_on_the_screen() -> None:
+    now = reading(script="数据" * 60)
+    lines = drawn(now, [], {}, Bars("", ()), sort="name", is_paused=False, log=["数据" * 60], columns=80, rows=24)
+    assert max(map(width, lines)) == 80
 
 
 def test_a_title_without_bars_is_shown_whole() -> None:
@@ -136,6 +143,7 @@ def test_shares_are_what_each_process_has_computed_between_two_looks() -> None:
         ),
     )
     assert processor(before, now) == {"w0": 0.5}
+    assert processor(before, reading(time=101.0, processes=(process("w0", cpu_seconds=4.0),))) == {"w0": 3.0}
     assert processor(None, now) == {}
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from central_storage.ctl import services
+from central_storage.ctl import cli, services
+from central_storage.ctl.reading import Looker, Reading
 from central_storage.launch.run_directory import RunDirectory, known
 from central_storage.launch.service_file import FILE, ServiceFile, _stem, origin
 from cs_proto.errors import LaunchError
@@ -74,6 +75,21 @@ def test_a_stale_entry_is_seen_as_such_and_cleaned(place: Path, held: Held) -> N
     assert not os.path.exists(path)
 
 
+def test_a_service_that_ends_during_the_look_is_not_listed_as_left_over(
+    held: Held, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = held("train.py")
+    look = Looker.look
+
+    def looked(looker: Looker, *, memory: bool = True) -> Reading:
+        directory.remove()
+        return look(looker, memory=memory)
+
+    monkeypatch.setattr(Looker, "look", looked)
+    assert cli.main(["ls"]) == 0
+    assert capsys.readouterr().out == "no service runs\n"
+
+
 def test_of_a_directory_that_the_user_has_named_only_the_link_is_cleaned(place: Path, held: Held, short: Path) -> None:
     named = short / "mine"
     directory = held("a.py", named)
@@ -134,6 +150,7 @@ def test_the_file_is_private_and_changes_as_a_whole(held: Held) -> None:
     [
         ("train.py --rate 0.1", "train"),
         ("-u /home/me/my model.py", "my"),
+        ("-W ignore -X dev train.py", "train"),
         ("'/home/me/my model.py'", "my-model"),
         ("-m project.train --x", "train"),
         ("-c 'import this'", "python"),
@@ -149,13 +166,21 @@ def test_a_service_is_named_after_its_script(typed: str, stem: str) -> None:
 
 def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel.kernelapp", raising=False)
-    for typed, script in (
-        (["python", "-u", "my train.py", "--x", "a\nb"], "-u 'my train.py' --x 'a b'"),
-        (["python"], "interactive"),
-        (["python", "-c", "x" * 1000], f"-c {'x' * 497}"),
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    for typed, first, script in (
+        (["python", "-u", "my train.py", "--x", "a\nb"], "my train.py", "-u 'my train.py' --x 'a b'"),
+        (["python"], "", "stdin"),
+        (["python", "-u", "-"], "-", "stdin"),
+        (["python", "-c", "x" * 1000], "-c", f"-c {'x' * 497}"),
     ):
         monkeypatch.setattr(sys, "orig_argv", typed)
+        monkeypatch.setattr(sys, "argv", [first])
         assert origin() == (script, "script")
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/ipython"])
+    for first, script in (("", "interactive"), ("/usr/bin/ipython", "/usr/bin/ipython")):
+        monkeypatch.setattr(sys, "argv", [first])
+        assert origin() == (script, "notebook")
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", sys)
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert origin() == ("notebook", "notebook")

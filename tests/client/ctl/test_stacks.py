@@ -34,6 +34,11 @@ def test_threads_and_frames_are_read() -> None:
     assert parsed("nothing of this kind\n") == []
 
 
+def test_names_that_are_not_ascii_are_read() -> None:
+    text = 'Thread 0x1f (most recent call first):\n  File "/tr\\xe1in \\u6570\\U0001f600.py", line 3 in \\xfcber\n'
+    assert parsed(text) == [Stack("0x1f", (("/tráin 数😀.py", "3", "über"),))]
+
+
 def test_equal_stacks_come_once_those_of_most_processes_first() -> None:
     one, two = Stack("1", (("a", "1", "f"),)), Stack("2", (("b", "2", "g"),))
     found = merged([("server", [two]), ("w0", [one, one]), ("w1", [Stack("3", one.frames)])])

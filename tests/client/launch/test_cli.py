@@ -378,6 +378,9 @@ def test_stacks_on_request(launch: Launch) -> None:
     [
         ([], "no script was given"),
         (["--devices", "cpu:0"], "no script was given"),
+        (["--"], "no script was given"),
+        (["--", "no_such.py"], "there is no script 'no_such.py' in /"),
+        (["--timeline", "/no_such/t.json", __file__], "--timeline /no_such/t.json: there is no directory /no_such"),
         (["no_such.py"], "there is no script 'no_such.py' in /"),
         (["--verbose", "x.py"], "unrecognized arguments: --verbose"),
         (["--dev", "cpu:0", "x.py"], "unrecognized arguments: --dev"),

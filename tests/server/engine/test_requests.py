@@ -548,6 +548,7 @@ def test_the_counters_count() -> None:
             "run 2: waiting 30.0 s for replica 1 (pid 101, w1.1), last seen 30 s ago; "
             "replica 0 waits at all_reduce SUM (train.py:31)",
         ),
+        rate=1 / 130,
     )
     book.on(hears(OBSERVER, Statistics(4)), Send(OBSERVER, counters))
 

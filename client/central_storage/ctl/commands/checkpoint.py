@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from central_storage.ctl import printing
 from central_storage.ctl.cli import FOUND, GOOD, NO_SERVICE
+from central_storage.ctl.extras import complete_files
 from cs_proto.errors import CheckpointError
 from cs_proto.printable import printable
 
@@ -26,7 +27,7 @@ HELP = "show what is in a checkpoint, and whether it is whole"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
     parser.add_argument("action", choices=("show",), help="show: list the content")
-    parser.add_argument("path", metavar="PATH", help="a file, or a directory of checkpoints")
+    complete_files(parser.add_argument("path", metavar="PATH", help="a file, or a directory of checkpoints"))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -92,7 +93,7 @@ def _print(found: Contents) -> None:
             )
             for array in found.arrays
         ]
-        printing.table(("NAME", "DTYPE", "SHAPE", "BYTES", "STATE"), rows, right=("BYTES",), folded=("NAME",))
+        printing.table(("NAME", "DTYPE", "SHAPE", "BYTES", "STATE"), rows, right=("BYTES",), below=("NAME",))
     if found.damage:
         print()
         printing.line(found.damage)
@@ -111,7 +112,7 @@ def _print_all(found: list[Contents]) -> None:
         for each in found
     ]
     columns = ("FILE", "FORMAT", "COUNTER", "ARRAYS", "BYTES", "STATE")
-    printing.table(columns, rows, right=("FORMAT", "COUNTER", "ARRAYS", "BYTES"), folded=("FILE",))
+    printing.table(columns, rows, right=("FORMAT", "COUNTER", "ARRAYS", "BYTES"), below=("FILE",))
     for each in found:
         if each.damage:
             printing.line(each.damage)

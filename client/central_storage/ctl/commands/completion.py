@@ -71,6 +71,8 @@ def _options(program: str, parser: argparse.ArgumentParser, condition: str) -> l
         if names or (choices and not isinstance(action.choices, dict)):
             described = f" -d {_quoted(action.help)}" if action.help else ""
             lines.append(f"complete -c {program}{condition}{names}{takes}{choices}{described}")
+        elif hasattr(action, "complete"):
+            lines.append(f"complete -c {program}{condition} -F")
     return lines
 
 

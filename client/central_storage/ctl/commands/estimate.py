@@ -14,6 +14,7 @@ from typing import Any
 
 from central_storage.ctl import printing
 from central_storage.ctl.cli import FOUND, GOOD, SCRIPT_FAILED
+from central_storage.ctl.extras import complete_files
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_runtime import machine
 
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as if every optimizer were of this class, such as Adam, Lion or torch.AdamW, with its default arguments",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [arguments]", help="the script")
+    script = parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [arguments]", help="the script")
+    complete_files(script)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,11 +95,12 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         if not options.module:
             raise ConfigurationError("-m needs the name of a module")
         return ["-m", *options.module]
-    if not options.script:
+    script = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if not script:
         raise ConfigurationError("no script was given: cs-ctl estimate [options] script.py [arguments]")
-    if not Path(options.script[0]).exists():
-        raise ConfigurationError(f"there is no script {options.script[0]!r} in {Path.cwd()}")
-    return list(options.script)
+    if not Path(script[0]).exists():
+        raise ConfigurationError(f"there is no script {script[0]!r} in {Path.cwd()}")
+    return list(script)
 
 
 def _check_devices(devices: str | None, parameter_device: str | None) -> None:

@@ -27,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
     parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with the lines that come")
-    parser.add_argument("-n", "--lines", type=int, default=0, metavar="N", help="only the last N of the kept lines")
+    parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N of the kept lines")
     parser.add_argument("-p", "--process", metavar="LABEL", help="only of this process: server, w0, w1, supervisor")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for the answer (default: 5)")
 
 
 def run(options: argparse.Namespace) -> int:
     """As :class:`central_storage.ctl.cli.Command`."""
-    if options.lines < 0:
-        raise ConfigurationError(f"--lines must be a number from 1, not {options.lines}")
+    if options.lines is not None and options.lines < 0:
+        raise ConfigurationError(f"--lines must be a number from 0, not {options.lines}")
     entry = choose(options.service)
     label = options.process
     with Supervisor(entry.path, options.timeout) as supervisor:
@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> int:
         is_first = True
         for lines in supervisor.log(follow=options.follow):
             shown = [line for line in lines if label in (None, line.label)]
-            _show(shown[-options.lines :] if is_first else shown, as_json=options.json)
+            if is_first and options.lines is not None:
+                shown = shown[max(0, len(shown) - options.lines) :]
+            _show(shown, as_json=options.json)
             is_first = False
     return 0
 

@@ -1,13 +1,14 @@
 """List all services of this user.
 
 Each line is a service: its name, its script, the script's pid, how long it has run, its replicas, the number of its
-last step, steps a second over the last fraction of a second, what it does, and its run directory.
+last step, steps a second now, what it does, and its run directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -19,8 +20,6 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "list all services of this user"
 
-# Seconds between the two looks that give the rate.
-_APART = 0.4
 # The most services that are asked at the same time.
 _AT_ONCE = 16
 
@@ -38,9 +37,9 @@ def run(options: argparse.Namespace) -> int:
         lookers = [stack.enter_context(Looker(entry, options.timeout)) for entry in entries]
         pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
         readings = list(pool.map(lambda looker: looker.look(memory=False), lookers))
-        if any(reading.state == "running" for reading in readings):
-            time.sleep(_APART)
-            readings = list(pool.map(lambda looker: looker.look(memory=False), lookers))
+    # One that has ended meanwhile has removed its directory, and is not left over.
+    pairs = zip(entries, readings, strict=True)
+    readings = [found for entry, found in pairs if found.state != "over" or os.path.lexists(entry.path)]
     if any(entry.is_stale for entry in entries):
         services.clean()
     if options.json:
@@ -62,7 +61,7 @@ def _print(readings: list[Reading]) -> None:
     rows = [
         (
             reading.name,
-            state(reading),
+            reading.in_short,
             printing.plain(reading.step),
             printing.number(reading.rate),
             _places(reading),
@@ -74,21 +73,30 @@ def _print(readings: list[Reading]) -> None:
         for reading in readings
     ]
     columns = ("NAME", "STATE", "STEP", "STEPS/S", "DEVICES", "PID", "AGE", "SCRIPT", "ADDRESS")
-    printing.table(columns, rows, right=("STEP", "STEPS/S", "PID", "AGE"), folded=("SCRIPT", "ADDRESS"))
+    printing.table(columns, rows, right=("STEP", "STEPS/S", "PID", "AGE"), below=("SCRIPT", "ADDRESS"))
 
 
 def _places(reading: Reading) -> str:
     """The devices of the replicas, or else their number; and on how many other machines they are."""
-    places = ",".join(reading.devices) or printing.plain(reading.replicas)
+    places = _joined(reading.devices) or printing.plain(reading.replicas)
     nodes = _nodes(reading)
     return f"{places} on {len(nodes)} node{'s' * (len(nodes) != 1)}" if nodes else places
+
+
+def _joined(devices: Sequence[str]) -> str:
+    """``cpu:0,cpu:1``, and ``cpu:0-11`` where more than two follow one another."""
+    groups: list[list[str]] = []
+    for device in devices:
+        kind, _, number = device.partition(":")
+        if groups and number.isdecimal() and groups[-1][-1] == f"{kind}:{int(number) - 1}":
+            groups[-1].append(device)
+        else:
+            groups.append([device])
+    return ",".join(
+        f"{group[0]}-{group[-1].partition(':')[2]}" if len(group) > 2 else ",".join(group) for group in groups
+    )
 
 
 def _nodes(reading: Reading) -> list[str]:
     """The addresses of the other machines on which workers are, in order."""
     return sorted({each.node for each in reading.processes if each.node})
-
-
-def state(reading: Reading) -> str:
-    """What a service does, in a few words."""
-    return f"{reading.state} for {reading.waiting[0]}" if reading.waiting else reading.state

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import time
 
 from central_storage.ctl import printing
 from central_storage.ctl.processes import KINDS
 from central_storage.ctl.reading import Looker, Process, Reading, as_json
 from central_storage.ctl.services import choose
 
-from .ls import state
-
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "show everything about one service"
-
-# Seconds between the two looks that give the rate.
-_APART = 0.4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """As :class:`central_storage.ctl.cli.Command`. 1: the service is not well; 4: its supervisor does not answer."""
     with Looker(choose(options.service), options.timeout) as looker:
-        reading = looker.look(memory=False)
-        if reading.state == "running":
-            time.sleep(_APART)
         reading = looker.look()
     if options.json:
         printing.json_line(as_json(reading))
@@ -46,7 +37,7 @@ def _print(reading: Reading) -> None:
     lines = {
         "service": f"{reading.name}  ({reading.address})",
         "script": _script(reading),
-        "state": state(reading),
+        "state": reading.in_words,
         "since": None
         if reading.since is None
         else f"{printing.clock(reading.since)}, {printing.age(reading.time - reading.since)} ago",
@@ -70,8 +61,8 @@ def _print(reading: Reading) -> None:
     for name, text in lines.items():
         if text:
             printing.line(f"{name + ':':<11}{text}")
-    for wait in reading.waiting[1:]:
-        printing.line(f"{'':<11}and for {wait}")
+        for wait in reading.waiting[1:] if name == "state" else ():
+            printing.line(f"{'':<11}and for {wait}")
     if reading.uncaptured:
         print("steps that were not captured:")
         for why, count in sorted(reading.uncaptured.items(), key=lambda pair: -pair[1]):
@@ -87,7 +78,12 @@ def _print(reading: Reading) -> None:
 def _script(reading: Reading) -> str | None:
     if reading.script is None:
         return None
-    who = {"launcher": "under cs-launch", "serve": "cs-launch", "notebook": "a notebook", "script": "plain Python"}
+    who = {
+        "launcher": "under cs-launch",
+        "serve": "cs-launch",
+        "notebook": "a notebook or prompt",
+        "script": "plain Python",
+    }
     where = f", in {reading.directory}" if reading.directory else ""
     return f"{reading.script}  ({who.get(reading.kind or '', 'all in one process')}{where})"
 
@@ -152,7 +148,7 @@ def _print_processes(reading: Reading) -> None:
         )
         for each in reading.processes
     ]
-    printing.table(columns, rows, right=("PID", "CPU", "PRIVATE", "SHARED", "RESTARTS"), folded=columns[-1:])
+    printing.table(columns, rows, right=("PID", "CPU", "PRIVATE", "SHARED", "RESTARTS"), below=columns[-1:])
 
 
 def _shared(process: Process) -> str:

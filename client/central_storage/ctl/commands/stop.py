@@ -1,8 +1,8 @@
 """End a service: as Ctrl-C does, and then harder.
 
 The script gets SIGINT, as from Ctrl-C, and after some seconds SIGTERM. With --kill-after, what is still there then gets
-SIGKILL. Without it, a script under cs-launch that saves a checkpoint is given the time that it needs. A notebook is
-only interrupted: its service ends, and the notebook stays.
+SIGKILL. Without it, a script under cs-launch that saves a checkpoint is given the time that it needs. A notebook or
+a prompt of Python is only interrupted: its service ends, and the notebook stays.
 """
 
 from __future__ import annotations

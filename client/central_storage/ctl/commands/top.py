@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from types import FrameType
 
 from central_storage.ctl import printing, screen
 from central_storage.ctl.asking import Supervisor
@@ -35,7 +37,7 @@ _RATES = 500
 _LINES = 1000
 _ESCAPE = "\x1b"
 # What terminals understand: to another screen without a cursor, back, to the first line, and to clear the rest of one.
-_OTHER_SCREEN, _FIRST_SCREEN, _HOME, _REST = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K"
+_OTHER_SCREEN, _FIRST_SCREEN, _HOME, _REST = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l", "\x1b[H", "\x1b[K"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +78,8 @@ def _lines(looker: Looker, options: argparse.Namespace) -> int:
         if options.json:
             printing.json_line(as_json(reading))
         else:
-            wait = f" for {reading.waiting[0]}" if reading.waiting else ""
             step, rate = printing.plain(reading.step), printing.number(reading.rate)
-            printing.line(f"{reading.name}  {reading.state}{wait}  step {step}  {rate} steps/s")
+            printing.line(f"{reading.name}  {reading.in_words}  step {step}  {rate} steps/s")
             sys.stdout.flush()
         if reading.state == "over":
             return 0
@@ -231,13 +232,37 @@ def _size() -> tuple[int, int]:
 
 @contextmanager
 def _terminal() -> Iterator[int]:
-    """The terminal shows another screen, gives each key at once, and does not show it. What was there comes back."""
+    """The terminal shows another screen, gives each key at once, and does not show it. What was there comes back, also
+    while this process is stopped by Ctrl-Z, and if it is ended."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    try:
+
+    def enter() -> None:
         tty.setcbreak(descriptor)
-        print(_OTHER_SCREEN, end="")
+        os.write(sys.stdout.fileno(), _OTHER_SCREEN)
+
+    def leave() -> None:
+        os.write(sys.stdout.fileno(), _FIRST_SCREEN)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+    def stopped(number: int, frame: FrameType | None) -> None:
+        leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        enter()
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+        signal.SIGTSTP: stopped,
+        signal.SIGTERM: ended,
+        signal.SIGHUP: ended,
+    }
+    earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        enter()
         yield descriptor
     finally:
-        print(_FIRST_SCREEN, end="", flush=True)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        leave()
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

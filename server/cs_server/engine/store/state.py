@@ -16,6 +16,7 @@ from cs_server.events import Command, Needed, Write
 from .address_budget import Addresses
 from .control_log import Control
 from .index import Index
+from .step_rate import StepRate
 from .tables import Tables
 
 __all__ = ["Config", "State", "opened"]
@@ -45,6 +46,7 @@ class State:
     index: Index
     #: The numbers of all replicas.
     replicas: range
+    rate: StepRate
     out: list[Command] = field(default_factory=list)
     #: Needs of the current event that were refused: an operation that has one fails with that error.
     refused: dict[Needed, Error] = field(default_factory=dict)
@@ -66,4 +68,5 @@ class State:
 def opened(config: Config, control: Control) -> State:
     """The state that ``control`` holds, or an empty one. Raises :class:`~.control_log.ControlDamaged`."""
     tables = Tables(control, config.replicas)
-    return State(config, tables, Index(tables), range(config.replicas))
+    rate = StepRate(config.started, tables.tally.runs)
+    return State(config, tables, Index(tables), range(config.replicas), rate)
