@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-from central_storage.ctl import printing, screen
+from central_storage.ctl import interrupts, printing, screen
 from central_storage.ctl.asking import Supervisor
 from central_storage.ctl.reading import Looker, Reading, as_json
 from central_storage.ctl.services import Entry, choose
@@ -135,7 +135,7 @@ class _Top:
         self._is_paused = False
 
     def run(self) -> int:
-        with _terminal() as descriptor:
+        with interrupts.raising(), _terminal() as descriptor:
             due = 0.0
             while True:
                 now = time.monotonic()
@@ -240,4 +240,5 @@ def _terminal() -> Iterator[int]:
         yield descriptor
     finally:
         print(_FIRST_SCREEN, end="", flush=True)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
