@@ -180,7 +180,9 @@ class Looker:
                 report = asked.report()
         except (NoAnswerError, PeerProtocolError):  # late, or of a version that this one does not understand
             unheard = "starting" if self.entry.is_beginning else "silent"
-        except (LaunchError, ShutdownError):
+        except LaunchError:  # over, or a run directory that is open to others
+            unheard = "silent" if self.entry.is_held else "over"
+        except ShutdownError:
             pass
         server_is_late = False
         if report is not None and report.state == "serving":
@@ -389,8 +391,10 @@ def _state(
     shown: tuple[Process, ...],
 ) -> tuple[State, tuple[str, ...]]:
     """What the service does, and for what it waits. ``unheard``: what it does if its supervisor did not report."""
+    stopped = tuple(f"{each.label} (pid {each.pid}), which is stopped" for each in shown if each.state == "stopped")
     if report is None:
-        return unheard, ("the supervisor to answer",) if unheard in ("starting", "silent") else ()
+        named = tuple(each for each in stopped if each.startswith("supervisor ")) or ("the supervisor to answer",)
+        return unheard, named if unheard in ("starting", "silent") else ()
     if report.state == "starting":
         late = tuple(f"{each.label} to be ready" for each in shown if each.state == "starting")
         return "starting", late or (() if report.processes else ("the script to choose its devices",))
@@ -399,7 +403,6 @@ def _state(
     again = tuple(f"{each.label} to be started again" for each in shown if each.state == "ended" or _is_back(each))
     if again:
         return "recovering", again
-    stopped = tuple(f"{each.label} (pid {each.pid}), which is stopped" for each in shown if each.state == "stopped")
     if server_is_late:
         return "waiting", stopped or ("the server to answer",)
     waits = [found for found in map(_WAIT.fullmatch, counters.waiting if counters else ()) if found]

@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """As :class:`central_storage.ctl.cli.Command`. 1: the service is not well; 4: its supervisor does not answer."""
     with Looker(choose(options.service), options.timeout) as looker:
-        reading = looker.look(memory=False)
+        reading = looker.look()
         if reading.state == "running":
             time.sleep(_APART)
-        reading = looker.look()
+            reading = looker.look(memory=False)
     if options.json:
         printing.json_line(as_json(reading))
     else:
