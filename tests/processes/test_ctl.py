@@ -243,8 +243,11 @@ def test_a_stopped_process_is_named(plain: Training) -> None:
         os.kill(supervisor, signal.SIGSTOP)
         ended = ctl("status", "--json", "--timeout", "0.5", plain.address)
         assert (ended.code, json.loads(ended.out)["state"]) == (4, "silent")
+        assert json.loads(ended.out)["waiting"] == [f"supervisor (pid {supervisor}), which is stopped"]
         labels = [each["label"] for each in json.loads(ended.out)["processes"]]
         assert sorted(labels) == ["script", "server", "supervisor", "w0", "w1"]
+        ended = ctl("logs", "--timeout", "0.5", plain.address)
+        assert (ended.code, f"it is stopped; kill -CONT {supervisor} lets it go on" in ended.err) == (4, True)
     finally:
         os.kill(supervisor, signal.SIGCONT)
         os.kill(server, signal.SIGCONT)
@@ -321,6 +324,35 @@ def test_stop_becomes_harder(tmp_path: Path) -> None:
         said = ctl("stop", "--json", "--wait", str(unit(2)), "--kill-after", "0.1", address).ok()
         assert json.loads(said.out)["signals"] == ["SIGINT", "SIGTERM", "SIGKILL"]
         assert child.wait().code == -signal.SIGKILL
+        assert child.left() == []
+    services.clean()
+
+
+SAVES = """
+import signal
+from cs_runtime import saving_mark
+
+with saving_mark.setting():
+    print("saving", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+def test_a_training_that_is_stopped_in_a_save_is_not_waited_for(tmp_path: Path) -> None:
+    """As by Ctrl-Z, which stops script and launcher."""
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES)
+    with start("cs-launch", script) as child:
+        child.wait_for("^saving$")
+        both = [child.pid, next(each.pid for each in child.processes() if str(script) in each.cmdline()[2:])]
+        for pid in both:
+            os.kill(pid, signal.SIGSTOP)
+        refused = ctl("stop", "--wait", "0.1", str(child.pid))
+        assert (refused.code, "is stopped, perhaps by Ctrl-Z" in refused.err) == (4, True), str(refused)
+        assert all(str(pid) in refused.err.partition("kill -CONT ")[2] for pid in both)
+        ctl("stop", "--wait", "0.1", "--kill-after", "0.1", str(child.pid)).ok()
+        child.wait()
         assert child.left() == []
     services.clean()
 

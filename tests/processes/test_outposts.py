@@ -708,9 +708,18 @@ def test_a_service_that_runs_its_own_workers_takes_none_and_no_other_version(
         (["--join", "tcp://127.0.0.1:5600", "--keys", "/nowhere"], "/nowhere, the directory of keys, cannot be read"),
         (["--join", "tcp://127.0.0.1:0", "--keys", "A"], "names no port"),
         (["--join", "tcp://127.0.0.1", "--keys", "A"], "must be tcp://ADDRESS:PORT"),
+        (["--join", "tcp://-:5600", "--keys", "A"], "must be tcp://ADDRESS:PORT"),
         (["--join", "train.py"], "--join takes no script"),
         (["--join", "--run-dir", "/nowhere", "--devices", "cpu:0,cpu:1"], "--join runs one worker here"),
         (["--serve", "2", "train.py"], "--serve takes no script"),
+        (
+            ["--serve", "2", "--run-dir", "/nowhere", "--devices", "cpu:0"],
+            "--serve does not go together with --devices",
+        ),
+        (
+            ["--serve", "2", "--listen", "tcp://127.0.0.1:0", "--keys", "SERVICE", "--memory", "frames", "train.py"],
+            "start it without --memory frames",
+        ),
     ],
 )
 def test_options_that_are_refused(words: list[str], said: str, keys: Path, capsys: pytest.CaptureFixture[str]) -> None:

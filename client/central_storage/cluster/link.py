@@ -127,13 +127,13 @@ class _Connection:
         self.is_connected = self.is_open = False
         self._is_broken = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        with ExitStack() as undo:
-            undo.callback(self.socket.close)  # else the context would wait for it without end
-            self.events: zmq.Socket[bytes] = self._open(endpoint, keys)
+        with ExitStack() as undo:  # else the context would wait for what is open without end
+            undo.callback(self.socket.close)
+            self.events: zmq.Socket[bytes] = self._open(endpoint, keys, undo)
             undo.pop_all()
 
-    def _open(self, endpoint: str, keys: WorkerKeys) -> zmq.Socket[bytes]:
-        """Begin to connect. Returns what reports how that goes."""
+    def _open(self, endpoint: str, keys: WorkerKeys, undo: ExitStack) -> zmq.Socket[bytes]:
+        """Begin to connect. Returns what reports how that goes; ``undo`` closes it."""
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IDENTITY, b"w" + os.urandom(15)),  # nobody can know it, and take its place
@@ -149,6 +149,8 @@ class _Connection:
         events: zmq.Socket[bytes] = self.socket.get_monitor_socket(
             _CUT | _AUTHENTICATION_FAILED | zmq.EVENT_CONNECTED, monitor
         )
+        undo.callback(events.close, linger=0)
+        undo.callback(self.socket.disable_monitor)
         self.socket.connect(endpoint)
         return events
 
@@ -385,9 +387,14 @@ class Link(_End):
                 "what is sent there gets no answer at all, so it is the address of no machine that is up, or a "
                 "firewall drops what is sent to this port"
             )
+        except socket.gaierror as error:
+            return f"that is the name of no machine that is known here ({error.strerror})"
         except OSError as error:
             return f"nothing listens there ({error.strerror or error})"
-        return "what listens there is no gateway, or that of another service than the one of service.key"
+        return (
+            "what listens there is no gateway, or one that is still starting, or that of another service than the one "
+            "of service.key"
+        )
 
 
 class WorkerLink(_End):

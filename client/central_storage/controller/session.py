@@ -12,7 +12,7 @@ import re
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -73,6 +73,10 @@ _DESCRIPTORS = 16
 _COMPILING = re.compile(r"compiling \w+ for \w+(?=, which takes seconds)")
 # The supervisor gets this long to say who was not ready in time.
 _SAY_SO = 5.0
+# It never blocks, so it says this quickly who is late, if it is asked. Seconds.
+_REPORTS_WITHIN = 5.0
+# The most processes that are named if a service is not up in time.
+_NAMED = 8
 # The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
 _LAST_WORDS = 5.0
 
@@ -486,20 +490,47 @@ def _nothing_known(kind: str, number: int) -> object:
 def wait_until_serving(lifeline: SupervisorLink, timeout: float) -> Serving:
     """The supervisor's word that the service is up. Raises :class:`LaunchError` with the reason where it is not.
 
-    The supervisor keeps to the same ``timeout`` (seconds) and can say who is late, so it is given a little longer.
+    The supervisor keeps to the same ``timeout`` (seconds) for the processes that it has started and can say who is
+    late, so it is given a little longer. For workers that join it waits without end.
     """
+    for record in _heard(lifeline, timeout + _SAY_SO):
+        if isinstance(record, Serving):
+            return record
+    awaited = f"the service was not up within {timeout:.0f} s"
+    lifeline.send(messages.ShowService())
+    for record in _heard(lifeline, _REPORTS_WITHIN):
+        if isinstance(record, Serving):
+            return record
+        if isinstance(record, messages.ServiceReport):
+            awaited += _awaited(record)
+            break
+    raise LaunchError(f"{awaited}; raise start_timeout, or see CS_LOG=debug")
+
+
+def _awaited(report: messages.ServiceReport) -> str:
+    """For whom a service that is starting waits."""
+    late = [each for each in report.processes if each.state == "starting"]
+    named = [f"worker {each.rank}" if each.role == "worker" else "the server" for each in late]
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    has_joined = all(each.pid for each in late)
+    remedy = "" if has_joined else ": start what is missing with cs-launch --join"
+    return f", and waits for {', '.join(named[:_NAMED])}{more}{remedy}" if named else ""
+
+
+def _heard(lifeline: SupervisorLink, timeout: float) -> Iterator[Record]:
+    """What the supervisor says within ``timeout`` seconds while the service is starting. Raises :class:`LaunchError` if
+    it has failed."""
     poller = select.poll()
     poller.register(lifeline.fileno(), select.POLLIN)
-    deadline = time.monotonic() + timeout + _SAY_SO
+    deadline = time.monotonic() + timeout
     while poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
         try:
             record = lifeline.receive_nowait()
         except ShutdownError as error:
             raise LaunchError("the supervisor ended before the service was up") from error
-        if isinstance(record, Serving):
-            return record
         if isinstance(record, Output):  # a server that compiles says so
             show(record.stream, record.text)
         if isinstance(record, messages.StartFailed):
             raise to_exception(record.error, frame_view, _nothing_known)
-    raise LaunchError(f"the service was not up within {timeout:.0f} s; raise start_timeout, or see CS_LOG=debug")
+        if record is not None:
+            yield record

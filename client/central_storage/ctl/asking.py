@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
-from central_storage.launch.run_directory import is_free
+from central_storage.launch.run_directory import is_beginning, is_free
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import (
     ConfigurationError,
@@ -24,6 +24,8 @@ from cs_proto.errors import (
 from cs_proto.messages import PROTOCOL, Introduce, LogLine, LogLines, ServiceReport, ShowLog, ShowService, StartFailed
 from cs_proto.records import Record
 from cs_runtime.transport import supervisor_link
+
+from . import processes
 
 __all__ = ["Supervisor"]
 
@@ -38,7 +40,7 @@ class Supervisor:
     def __init__(self, address: str, timeout: float) -> None:
         """Connect to the supervisor in the run directory ``address``. ``timeout`` (seconds) is for each answer. Raises
         ConfigurationError for a timeout that makes no sense, LaunchError if no service is there, and NoAnswerError if
-        the supervisor does not listen yet."""
+        the supervisor does not listen yet, or not any more."""
         if not 0 < timeout < 1e6:
             raise ConfigurationError(
                 f"a timeout is a number of seconds, more than 0 and less than 1e6, not {timeout:g}"
@@ -48,9 +50,14 @@ class Supervisor:
         try:
             self._link = supervisor_link.connect(address, timeout)
         except LaunchError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and not is_free(address):
-                raise NoAnswerError(f"the service in {address} has just begun to start; try again") from error
-            raise
+            if not isinstance(error.__cause__, FileNotFoundError) or is_free(address):
+                raise
+            why = (
+                "has just begun to start; try again"
+                if is_beginning(address)
+                else "cannot be asked: the socket of its supervisor was removed; keep what removes old files away"
+            )
+            raise NoAnswerError(f"the service in {address} {why}") from error
         self._link.settimeout(timeout)
         try:
             #: The pid of the supervisor, as the kernel knows it; 0 if it is in a container that hides it.
@@ -146,7 +153,10 @@ class Supervisor:
         return decode([packet])
 
     def _late(self) -> NoAnswerError:
-        return NoAnswerError(f"the supervisor in {self._address} did not answer within {self._timeout:g} s")
+        found = processes.status(self.pid)
+        is_stopped = found is not None and found.state == "stopped"
+        remedy = f": it is stopped; kill -CONT {self.pid} lets it go on" if is_stopped else ""
+        return NoAnswerError(f"the supervisor in {self._address} did not answer within {self._timeout:g} s{remedy}")
 
     def _over(self) -> ShutdownError:
         return ShutdownError(f"the service in {self._address} has ended")

@@ -21,6 +21,8 @@ from cs_proto.errors import (
 from cs_proto.printable import printable
 from cs_proto.version import __version__
 
+from . import interrupts
+
 __all__ = [
     "COMMANDS",
     "FOUND",
@@ -37,7 +39,6 @@ __all__ = [
 
 #: The exit codes.
 GOOD, FOUND, INVALID, NO_SERVICE, NO_ANSWER, SCRIPT_FAILED, REFUSED = range(7)
-_CTRL_C = 130
 
 #: Name -> module in ``commands``, in the order in which the help lists them.
 COMMANDS = {
@@ -144,12 +145,13 @@ def _of_command(parser: argparse.ArgumentParser, name: str) -> argparse.Argument
 
 
 def _run(program: str, arguments: Sequence[str], names: set[str | None] | None = None) -> int:
-    _prepare_output()
+    _prepare_streams()
     try:
-        made = parser_of(program, names)
-        options = made.parse_args(arguments)
-        code = int(options.run(options))
-        sys.stdout.flush()
+        with interrupts.ending():
+            made = parser_of(program, names)
+            options = made.parse_args(arguments)
+            code = int(options.run(options))
+            sys.stdout.flush()
     except (ConfigurationError, InvalidArgumentError) as error:
         return _failed(program, error, INVALID)
     except NoAnswerError as error:
@@ -165,16 +167,16 @@ def _run(program: str, arguments: Sequence[str], names: set[str | None] | None =
         _print_no_more()
         return _failed(program, error, REFUSED)
     except KeyboardInterrupt:
-        return _CTRL_C
+        return interrupts.CTRL_C
     return code
 
 
-def _prepare_output() -> None:
+def _prepare_streams() -> None:
     """Let everything be printed: into nothing where standard output is closed, and escaped where its encoding lacks a
-    character."""
-    for name in ("stdout", "stderr"):
+    character. A closed standard input has nothing in it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (it is open as long as this process runs)
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (it is open as long as this process runs)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -203,7 +203,9 @@ class Looker:
                 report = asked.report()
         except (NoAnswerError, PeerProtocolError):  # late, or of a version that this one does not understand
             unheard = "starting" if self.entry.is_beginning else "silent"
-        except (LaunchError, ShutdownError):
+        except LaunchError:  # over, or a run directory that is open to others
+            unheard = "silent" if self.entry.is_held else "over"
+        except ShutdownError:
             pass
         server_is_late = False
         if report is not None and report.state == "serving":
@@ -404,9 +406,10 @@ def _state(
     shown: tuple[Process, ...],
 ) -> tuple[State, tuple[str, ...]]:
     """What the service does, and for what it waits. ``unheard``: what it does if its supervisor did not report."""
+    stopped = tuple(_stopped(each) for each in shown if each.state == "stopped")
     if report is None:
-        stopped = tuple(_stopped(each) for each in shown if each.role == "supervisor" and each.state == "stopped")
-        return unheard, (stopped or ("the supervisor to answer",)) if unheard in ("starting", "silent") else ()
+        named = tuple(each for each in stopped if each.startswith("supervisor ")) or ("the supervisor to answer",)
+        return unheard, named if unheard in ("starting", "silent") else ()
     if report.state == "starting":
         late = tuple(f"{each.label} to be ready" for each in shown if each.state == "starting")
         return "starting", late or (() if report.processes else ("the script to choose its devices",))
@@ -415,7 +418,6 @@ def _state(
         return report.state, ()
     if again or report.state == "recovering":
         return "recovering", again
-    stopped = tuple(_stopped(each) for each in shown if each.state == "stopped")
     if server_is_late:
         return "waiting", stopped or ("the server to answer",)
     waits = [found for found in map(_WAIT.fullmatch, counters.waiting if counters else ()) if found]

@@ -43,7 +43,12 @@ class Entry:
     @property
     def is_beginning(self) -> bool:
         """Whether its supervisor lives, and does not listen yet."""
-        return not (run_directory.is_free(self.path) or os.path.exists(os.path.join(self.path, "supervisor")))
+        return run_directory.is_beginning(self.path)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its supervisor lives."""
+        return not run_directory.is_free(self.path)
 
     @property
     def script_pid(self) -> int:
@@ -89,11 +94,14 @@ def choose(text: str | None = None) -> Entry:
     """The service that ``text`` means: its name or the beginning of it, a pid of one of its processes, or its run
     directory. None: that of ``CS_ADDRESS``, else the only one that runs.
 
-    Raises LaunchError, with the names of those that run, if there is none or if there are several.
+    Raises LaunchError, with the names of those that run, if there is none or if there are several, and for one whose
+    run directory is not this user's alone.
     """
     if text == "":  # of a variable of a shell that is not set, perhaps: the only service is not meant
         raise LaunchError("no service has an empty name; cs-ctl ls lists the names")
     text = text or os.environ.get("CS_ADDRESS") or None
+    if text is not None and text.startswith("tcp://"):
+        raise LaunchError(f"{text:.200} is an address on a network, and cs-ctl looks at services here: run it there")
     if text is not None and ("/" in text or text in (".", "..")):
         return _at(text)
     running = [entry for entry in find() if not entry.is_stale]
@@ -103,10 +111,11 @@ def choose(text: str | None = None) -> Entry:
         found = [entry for entry in running if text in (entry.name, os.path.basename(entry.path))]
         found = found or [entry for entry in running if entry.name.startswith(text)]
         if not found and text.isdecimal():
-            found = [entry for entry in running if int(text) in entry.pids]
+            found = [entry for entry in running if text in map(str, entry.pids)]
         if not found and os.path.isdir(text):
             return _at(text)
     if len(found) == 1:
+        checked(found[0].path)
         return found[0]
     listed = "; ".join(f"{printable(entry.name)} in {printable(entry.path)}" for entry in found or running) or "none"
     if found:
@@ -117,6 +126,8 @@ def choose(text: str | None = None) -> Entry:
 
 def _at(path: str) -> Entry:
     path = os.path.realpath(path)
+    if os.path.isdir(path) and not os.access(path, os.X_OK):
+        checked(path)  # it names the user to whom the directory belongs
     if os.path.exists(os.path.join(path, "lock")):
         entry = Entry(checked(path), ServiceFile.read(path))
         if not entry.is_stale:

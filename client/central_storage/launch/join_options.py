@@ -50,6 +50,11 @@ def is_remote(options: argparse.Namespace) -> bool:
 
 def check(options: argparse.Namespace) -> None:
     """Raise ConfigurationError for options that do not fit, and for keys that are missing or open to others."""
+    if options.serve is not None and options.devices:
+        raise ConfigurationError(
+            "--serve does not go together with --devices: workers name their devices where they join (CS_DEVICES "
+            "counts as --devices)"
+        )
     if not is_remote(options):
         return
     if not options.join.startswith("tcp://"):

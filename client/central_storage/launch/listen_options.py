@@ -48,6 +48,10 @@ def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
     from cs_runtime.transport import curve  # late: a supervisor that does not listen needs no keys
 
     curve.check_endpoint(options.listen, _OPTION)
+    if modes and options.memory == "frames":
+        raise ConfigurationError(
+            f"--{modes[0]} with {_OPTION} needs memory that the gateway can map; start it without --memory frames"
+        )
     if options.keys is None:
         raise ConfigurationError(
             f"{_OPTION} needs --keys DIR: nothing listens on a network without keys; cs-launch keys DIR makes them"

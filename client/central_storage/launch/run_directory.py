@@ -23,7 +23,7 @@ from cs_proto.errors import ConfigurationError, LaunchError
 from cs_runtime.ancestors import why_replaceable
 from cs_runtime.private_files import read_file
 
-__all__ = ["RunDirectory", "clean_up", "is_free", "known", "place"]
+__all__ = ["RunDirectory", "clean_up", "is_beginning", "is_free", "known", "place"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -142,6 +142,13 @@ def is_free(path: str) -> bool:
         return True
     finally:
         os.close(lock)
+
+
+def is_beginning(path: str) -> bool:
+    """Whether a supervisor holds the run directory and does not listen yet. It listens before it starts a server, so a
+    directory with the socket of a server alone has lost that of the supervisor."""
+    has_sockets = any(os.path.exists(os.path.join(path, name)) for name in ("supervisor", "server"))
+    return not has_sockets and not is_free(path)
 
 
 def _register(path: str) -> str | None:

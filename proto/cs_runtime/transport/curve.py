@@ -56,7 +56,7 @@ WORKER_ROLES = f"{_WORKER}-"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLACES = re.compile(r"^ +places = ([1-9][0-9]{0,3})$", re.MULTILINE)
 _KEY_NBYTES = 32
-_ENDPOINT = re.compile(r"tcp://(?P<host>\[[\w:.%]+\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
+_ENDPOINT = re.compile(r"tcp://(?P<host>\[[\w:.%]+\]|[A-Za-z0-9*][\w.*-]*):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
 @frozen

@@ -854,3 +854,27 @@ def test_a_connection_that_cannot_be_watched_ends_its_link(world: World, monkeyp
     with pytest.raises(LaunchError, match=r"cannot go on: .* No space left on device"):
         raise outpost.reason or AssertionError
     outpost.close()
+
+
+def test_a_name_that_nobody_knows_is_no_port_where_nothing_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    make_keys(str(tmp_path), worker="a")
+    link = Link("tcp://nowhere.invalid:5600", WorkerKeys.read(str(tmp_path)), 1.0)
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    try:
+        said = "that is the name of no machine that is known here (Name or service not known)"
+        assert link.why_not_open() == said
+    finally:
+        link.close()
+
+
+def test_an_address_that_zeromq_refuses_ends_the_link(tmp_path: Path) -> None:
+    make_keys(str(tmp_path), worker="a")
+    link = Link("tcp://-:5600", WorkerKeys.read(str(tmp_path)), 1.0)
+    link.turn()
+    assert "cannot go on: Invalid argument" in str(link.reason)
+    link.close()  # it waits for what is open

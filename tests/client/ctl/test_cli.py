@@ -18,7 +18,7 @@ from tests.harness.processes import ROOT
 
 from central_storage.ctl import cli, extras, printing, screen
 from central_storage.ctl.commands import completion, doctor, logs, ls, status, top
-from central_storage.ctl.reading import Event, Process, Reading, as_json
+from central_storage.ctl.reading import Event, Looker, Process, Reading, as_json
 from central_storage.ctl.trials import Trial
 from central_storage.launch.checks.finding import Finding
 from central_storage.launch.packages import python_path
@@ -222,6 +222,11 @@ def test_closed_output_stops_no_command(place: Path, command: list[str]) -> None
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_closed_input_is_no_terminal(held: Callable[..., RunDirectory]) -> None:
+    ended = cs_ctl("top", "--parts", held().path, preexec_fn=lambda: os.close(0))
+    assert (ended.returncode, b"--parts needs a terminal" in ended.stderr) == (cli.INVALID, True), ended.stderr
+
+
 def test_what_an_encoding_lacks_is_escaped(held: Callable[..., RunDirectory], place: Path) -> None:
     held("café.py")
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "TMPDIR": str(place)}
@@ -335,6 +340,57 @@ def test_a_service_whose_supervisor_does_not_listen_yet_is_starting(
     said = capsys.readouterr().err
     assert "is still starting after 0 s, and waits for the supervisor to answer" in said
     assert "--wait SECONDS waits longer" in said
+
+
+def test_a_service_whose_socket_was_removed_is_silent(
+    held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(held().path, "server").touch()  # it has listened, because it has started a server
+    assert cli.main(["ls", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["state"] == "silent"
+    for command in ("logs", "profile"):
+        assert cli.main([command]) == cli.NO_ANSWER
+    assert "the socket of its supervisor was removed" in capsys.readouterr().err
+
+
+def test_a_service_whose_directory_was_opened_to_others_is_not_over(
+    held: Callable[..., RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.chmod(held().path, 0o755)
+    assert cli.main(["ls", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["state"] == "silent"
+    assert cli.main(["status", listed["name"]]) == cli.NO_SERVICE
+    assert "is open to other users; chmod 700 closes it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("state", "looks"), [("waiting", 1), ("running", 2)])
+def test_status_waits_only_once_for_a_service_that_does_not_answer(
+    state: str, looks: int, held: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def look(looker: Looker, *, memory: bool = True) -> Reading:
+        asked.append(memory)
+        return reading(state=state)
+
+    monkeypatch.setattr(Looker, "look", look)
+    assert cli.main(["status", held().path]) == cli.GOOD
+    assert asked == [True, False][:looks]
+
+
+@pytest.mark.parametrize("changes", [{"state": "silent"}, {"state": "waiting", "runs": None}])
+def test_a_profile_says_at_once_who_does_not_answer(
+    changes: dict[str, Any],
+    held: Callable[..., RunDirectory],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    who = "server (pid 7), which is stopped"
+    monkeypatch.setattr(Looker, "look", lambda looker, memory: reading(waiting=(who,), **changes))
+    assert cli.main(["profile", held().path]) == cli.NO_ANSWER
+    assert f"cannot be seen: it waits for {who}" in capsys.readouterr().err
 
 
 def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,8 +51,23 @@ def test_a_service_is_chosen_by_name_prefix_pid_path_and_environment(
         services.choose("x")
     with pytest.raises(LaunchError, match=r"^no service runs in /nowhere$"):
         services.choose("/nowhere")
+    with pytest.raises(LaunchError, match=r"^no service is called '111"):
+        services.choose("1" * 5000)  # Python makes no number of so many digits
+    with pytest.raises(LaunchError, match=r"^tcp://192\.0\.2\.7:5 is an address on a network, and cs-ctl looks at"):
+        services.choose("tcp://192.0.2.7:5")
     one.remove()
     assert services.choose(str(os.getpid())).path == other.path
+
+
+def test_the_user_of_a_directory_that_is_closed_to_this_one_is_named(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = held()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(LaunchError, match=rf"belongs to user {os.getuid()}, and this process runs as user"):
+        services.choose(directory.path)
 
 
 def left_by_a_killed_supervisor(place: Path, held: Held, **known: str) -> str:

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 
-from central_storage.ctl import printing, trials
+from central_storage.ctl import interrupts, printing, trials
 from central_storage.launch import checks
 from central_storage.launch.checks.finding import Finding
 from cs_proto.errors import ConfigurationError
@@ -90,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
 def _tried(transport: trials.Transport, timeout: float) -> trials.Trial:
     if sys.stderr.isatty():
         print(f"training over {transport.title} ...", file=sys.stderr)
-    return trials.attempt(transport, timeout)
+    with interrupts.raising():
+        return trials.attempt(transport, timeout)
 
 
 def _as_dict(value: Finding | trials.Trial | Report) -> dict[str, object]:

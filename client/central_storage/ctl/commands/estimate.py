@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from central_storage.ctl import printing
+from central_storage.ctl import interrupts, printing
 from central_storage.ctl.cli import FOUND, GOOD, SCRIPT_FAILED
 from central_storage.ctl.extras import complete_files
 from cs_proto.errors import ConfigurationError, DeviceError
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
         f"[cs-ctl] {' '.join(arguments)} runs up to its first step, with all that it does before; its output follows",
         file=sys.stderr,
     )
-    outcome = estimate.tried(arguments, options.devices, options.parameter_device)
+    with interrupts.raising():  # it ends the script
+        outcome = estimate.tried(arguments, options.devices, options.parameter_device)
     failed = outcome.reason in (None, "end") and outcome.code != 0
     if outcome.reason is None and not failed:
         raise ConfigurationError(

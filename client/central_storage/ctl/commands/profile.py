@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _await_start(entry: Entry, seconds: float) -> None:
-    """Wait until a service that is starting has started. Raises NoAnswerError after ``seconds``, and ShutdownError if
-    it serves no more."""
+    """Wait until a service that is starting has started. Raises NoAnswerError after ``seconds`` and for a supervisor or
+    a server that does not answer, and ShutdownError if it serves no more."""
     deadline = time.monotonic() + seconds
     is_said = False
     with Looker(entry, _TIMEOUT) as looker:
@@ -66,5 +66,7 @@ def _await_start(entry: Entry, seconds: float) -> None:
                 print(printable(f"{entry.name} is starting{awaited}"), file=sys.stderr)
                 is_said = True
             time.sleep(_LOOK_EVERY)
+    if reading.state == "silent" or (reading.state == "waiting" and reading.runs is None):
+        raise NoAnswerError(f"the steps of {entry.name} cannot be seen: it waits for {'; '.join(reading.waiting)}")
     if reading.state in ("stopping", "failed", "over"):
         raise ShutdownError(f"{entry.name} makes no more steps; its state is: {reading.state}")

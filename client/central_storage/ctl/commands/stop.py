@@ -90,6 +90,7 @@ class _Ending:
         self._is_notebook = file is not None and file.kind == "notebook"
         self._ignores_ctrl_c = processes.ignores(script or supervisor, signal.SIGINT)
         self._is_thread = script == supervisor
+        self._pids = [pid for pid in dict.fromkeys((script, supervisor)) if pid]
 
     def end(self, wait: float, kill_after: float | None, say: Callable[[str], None]) -> list[str]:
         """Send signals until the service has ended; the names of those that were needed. Raises NoAnswerError."""
@@ -107,6 +108,12 @@ class _Ending:
                     return sent
         if kill_after is None and self._is_notebook and self._is_thread:
             raise NoAnswerError(f"{self._entry.name} runs in threads of a notebook: shut it down there")
+        if kill_after is None and (stopped := self._stopped()):
+            pids = " ".join(map(str, stopped))
+            raise NoAnswerError(
+                f"{self._entry.name} is stopped, perhaps by Ctrl-Z, and hears no signal: kill -CONT {pids} lets it "
+                "end; --kill-after SECONDS ends it by SIGKILL"
+            )
         if kill_after is None:
             raise NoAnswerError(
                 f"{self._entry.name} is still there {wait:g} s after SIGTERM; --kill-after SECONDS ends it by SIGKILL"
@@ -151,10 +158,16 @@ class _Ending:
         poller.register(self._supervisor, select.POLLIN)
         if poller.poll(seconds * 1000):
             return True
-        while may_save and saving_mark.is_set(self._entry.path):  # its launcher ends it if that takes too long
+        # Its launcher ends it if that takes too long. Those that are stopped save nothing, and end nobody.
+        while may_save and saving_mark.is_set(self._entry.path) and not self._stopped():
             if poller.poll(_LOOK_EVERY * 1000):
                 return True
         return False
+
+    def _stopped(self) -> list[int]:
+        """The pids of script and supervisor that are stopped."""
+        found = map(processes.status, self._pids)
+        return [each.pid for each in found if each is not None and each.state == "stopped"]
 
     def _held(self, pid: int) -> int | None:
         found = processes.open_pid(pid)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
 
-from central_storage.ctl import printing, screen
+from central_storage.ctl import interrupts, printing, screen
 from central_storage.ctl.asking import Supervisor
 from central_storage.ctl.reading import Looker, Reading, as_json
 from central_storage.ctl.services import Entry, choose
@@ -136,7 +136,7 @@ class _Top:
         self._is_paused = False
 
     def run(self) -> int:
-        with _terminal() as descriptor:
+        with interrupts.raising(), _terminal() as descriptor:
             due = 0.0
             while True:
                 now = time.monotonic()
@@ -242,8 +242,9 @@ def _terminal() -> Iterator[int]:
         os.write(sys.stdout.fileno(), _OTHER_SCREEN)
 
     def leave() -> None:
-        os.write(sys.stdout.fileno(), _FIRST_SCREEN)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        with suppress(OSError, termios.error):  # the terminal is gone
+            os.write(sys.stdout.fileno(), _FIRST_SCREEN)
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
     def stopped(number: int, frame: FrameType | None) -> None:
         leave()
