@@ -12,7 +12,7 @@ from central_storage.pickling.pickler import dump_arguments, load_arguments
 from central_storage.ray import tickets
 from central_storage.ray.tickets import Column, Tickets
 
-COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {"x": ("<f8", (2,)), "text": ("<U1", ())}
+FIRST = {"x": np.array([[0.0, 0.5]]), "text": np.array(["0"])}
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def batches(count: int, batch_size: int, *, drop_remainder: bool = False) -> Tickets:
-    return Tickets("train", count, COLUMNS, batch_size, drop_remainder, 7.0)
+    return Tickets("train", count, FIRST, batch_size, drop_remainder, 7.0)
 
 
 def as_a_replica_gets(element: object) -> tuple[dict[str, np.ndarray], int]:
@@ -111,7 +111,19 @@ def test_read_ahead_keeps_tickets(asked: list[list[int]]) -> None:
     assert asked == [[first, first + 1] for first in range(0, 20, 2)]
 
 
+def test_rows_that_are_picked(asked: list[list[int]]) -> None:
+    """As ``cst.batches`` does where replicas would get no rows."""
+    _, element = batches(6, 3)
+    order = np.array([0, 1, 2, 0])
+    picked = {name: column[order] for name, column in element.items()}
+    (first, second) = (
+        as_a_replica_gets({n: c[part] for n, c in picked.items()})[0] for part in (slice(3), slice(3, 6))
+    )
+    assert first["text"].tolist() + second["text"].tolist() == ["3", "4", "5", "3"]
+    assert asked == [[3, 4, 5], [3]]
+
+
 def test_what_a_ticket_says_of_itself() -> None:
     (element,) = batches(2, 2)
     assert isinstance(element["x"], Column)
-    assert repr(element["x"]) == "<rows 0 to 1 of 'train', column 'x': shape=(2, 2), dtype=float64>"
+    assert repr(element["x"]) == "<2 rows of 'train', column 'x': shape=(2, 2), dtype=float64>"

@@ -18,8 +18,8 @@ class Ticket(ABC):
     dtype: np.dtype[Any]
 
     @abstractmethod
-    def __getitem__(self, rows: slice) -> Self:
-        """The ticket of a part of the rows."""
+    def __getitem__(self, rows: slice | np.ndarray) -> Self:
+        """The ticket of some of the rows: a slice, or an array of their places."""
 
     @abstractmethod
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

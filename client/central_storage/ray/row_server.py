@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cs_proto.errors import CentralStorageError, InvalidArgumentError, LaunchError, NoAnswerError
 
-from .row_client import BLOCK_TIMEOUT, ERRORS, addresses, is_ours, node_of, send
+from .row_client import ERRORS, addresses, is_ours, node_of, send
 
 __all__ = ["RowServer", "Table"]
 
@@ -35,11 +35,6 @@ class Table:
         node."""
         self._blocks, self._ends = blocks, np.cumsum(counts, dtype=np.int64)
         self._name, self._node = name, node
-
-    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and the shape of each column in the first row."""
-        first = self.take(np.zeros(1, np.int64), BLOCK_TIMEOUT)
-        return {name: (column.dtype.str, column.shape[1:]) for name, column in first.items()}
 
     def take(self, numbers: np.ndarray, seconds: float) -> dict[str, np.ndarray]:
         """The columns of these rows. Raises InvalidArgumentError for a row that is not there, and for a column that is
@@ -105,10 +100,6 @@ class RowServer:
 
     def is_up(self) -> None:
         """Returns when it listens."""
-
-    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and the shape of each column in the first row. Raises as :meth:`Table.take`."""
-        return self._server.table.columns()
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):

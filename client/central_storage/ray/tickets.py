@@ -27,13 +27,13 @@ class Tickets:
         self,
         name: str,
         count: int,
-        columns: Mapping[str, tuple[str, tuple[int, ...]]],
+        first: Mapping[str, np.ndarray],
         batch_size: int,
         drop_remainder: bool,
         block_timeout: float,
     ) -> None:
-        """``count`` is the number of rows, and ``columns`` has the dtype and the shape of a row."""
-        self._name, self._columns, self._size, self._timeout = name, columns, batch_size, block_timeout
+        """``count`` is the number of rows. ``first`` is the first one, and has the shapes and dtypes of all."""
+        self._name, self._first, self._size, self._timeout = name, first, batch_size, block_timeout
         self._count = count - count % batch_size if drop_remainder else count
         self._firsts = range(0, self._count, batch_size)
 
@@ -45,7 +45,7 @@ class Tickets:
         """From the first row on."""
         for first in self._firsts:
             wanted = _Rows(self._name, range(first, min(first + self._size, self._count)), self._timeout)
-            yield {name: Column(wanted, name, np.dtype(dtype), shape) for name, (dtype, shape) in self._columns.items()}
+            yield {name: Column(wanted, name, one.dtype, one.shape[1:]) for name, one in self._first.items()}
 
 
 class Column(Ticket):
@@ -56,7 +56,7 @@ class Column(Ticket):
         self.shape, self.dtype = (len(wanted.numbers), *of_row), dtype
         self._wanted, self._name = wanted, name
 
-    def __getitem__(self, rows: slice) -> Self:
+    def __getitem__(self, rows: slice | np.ndarray) -> Self:
         return type(self)(self._wanted.part(rows), self._name, self.dtype, self.shape[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -73,29 +73,33 @@ class Column(Ticket):
 class _Rows:
     """Some rows of a data set. The columns of a batch share one, so that a replica asks once for all of them."""
 
-    def __init__(self, name: str, numbers: range, block_timeout: float) -> None:
+    def __init__(self, name: str, numbers: range | np.ndarray, block_timeout: float) -> None:
         self.numbers = numbers
         self._name, self._timeout = name, block_timeout
-        self._parts: dict[tuple[Any, ...], _Rows] = {}
+        self._parts: dict[object, _Rows] = {}
         self._found: dict[str, np.ndarray] | None = None
 
-    def part(self, share: slice) -> _Rows:
-        key = share.start, share.stop, share.step
+    def part(self, share: slice | np.ndarray) -> _Rows:
+        key = (share.start, share.stop, share.step) if isinstance(share, slice) else share.tobytes()
         if key not in self._parts:
-            self._parts[key] = _Rows(self._name, self.numbers[share], self._timeout)
+            numbers = self.numbers[share] if isinstance(share, slice) else self._array()[share]
+            self._parts[key] = _Rows(self._name, numbers, self._timeout)
         return self._parts[key]
 
     def column(self, name: str) -> np.ndarray:
         if self._found is None:
-            numbers = np.arange(self.numbers.start, self.numbers.stop, self.numbers.step)
-            self._found = rows(numbers, self._name, block_timeout=self._timeout)
+            self._found = rows(self._array(), self._name, block_timeout=self._timeout)
         return self._found[name]
+
+    def _array(self) -> np.ndarray:
+        numbers = self.numbers
+        return np.arange(numbers.start, numbers.stop, numbers.step) if isinstance(numbers, range) else numbers
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Rows, (self._name, self.numbers, self._timeout)
 
     def __str__(self) -> str:
-        return f"rows {self.numbers.start} to {self.numbers.stop - 1} of {self._name!r}"
+        return f"{len(self.numbers)} rows of {self._name!r}"
 
 
 def _brought(wanted: _Rows, name: str) -> Any:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 import ray.data
 import ray.train
@@ -33,7 +34,7 @@ from cs_proto.version import __version__
 
 from .data import begin, check_size, in_order
 from .head import Head
-from .row_client import BLOCK_TIMEOUT, VARIABLE, check_timeout
+from .row_client import BLOCK_TIMEOUT, VARIABLE, check_timeout, rows
 from .row_server import RowServer
 from .seat import Seat
 from .tickets import Tickets
@@ -248,8 +249,8 @@ def dataset_shard(
     check_size(batch_size, training.ranks)
     check_timeout(block_timeout)
     table = _table(training, name)
-    columns = ray.get(table.servers[0].columns.remote())
-    return Tickets(name, table.count, columns, batch_size, drop_remainder, block_timeout)
+    first = rows(np.zeros(1, np.int64), name, block_timeout=block_timeout)
+    return Tickets(name, table.count, first, batch_size, drop_remainder, block_timeout)
 
 
 def row_numbers(name: str = "train") -> Dataset:
