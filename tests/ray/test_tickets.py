@@ -9,8 +9,9 @@ import central_storage as cs
 from central_storage.core.values import select_replica
 from central_storage.data.distributed import DistributedDataset
 from central_storage.pickling.pickler import dump_arguments, load_arguments
-from central_storage.ray import tickets
+from central_storage.ray import row_client, tickets
 from central_storage.ray.tickets import Column, Tickets
+from cs_proto.errors import ContextError
 
 FIRST = {"x": np.array([[0.0, 0.5]]), "text": np.array(["0"])}
 
@@ -121,6 +122,14 @@ def test_rows_that_are_picked(asked: list[list[int]]) -> None:
     )
     assert first["text"].tolist() + second["text"].tolist() == ["3", "4", "5", "3"]
     assert asked == [[3, 4, 5], [3]]
+
+
+def test_a_replica_of_another_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a machine that Ray does not know."""
+    monkeypatch.delenv(row_client.VARIABLE, raising=False)
+    (element,) = batches(2, 2)
+    with pytest.raises(ContextError, match="only in the function of a CentralStorageTrainer and in replicas"):
+        as_a_replica_gets(element)
 
 
 def test_what_a_ticket_says_of_itself() -> None:

@@ -104,6 +104,7 @@ class RowServer:
 
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
+    request_queue_size = 128  # a replica that finds no room asks again only after a pause
     table: Table
 
     def verify_request(self, request: Any, client_address: object) -> bool:
