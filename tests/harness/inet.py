@@ -7,7 +7,7 @@ and prints a line for each socket that a supervisor, server or worker has. ``cs-
 them. A socket that lives shorter than two looks may be missed.
 
 pytest-timeout ends a session without its fixtures, which would end what they have started, such as nodes of Ray. Then
-this process ends it.
+this process ends it, and removes the directories in /tmp that have the mark of the session in their names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -116,6 +117,8 @@ def main(mark: str) -> None:
             known = now
     while left := marked(mark):  # what starts others may have started one meanwhile
         reap(left)
+    for directory in Path("/tmp").glob(f"*-{mark}-*"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

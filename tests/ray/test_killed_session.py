@@ -1,4 +1,4 @@
-"""A test session that is killed leaves no node of Ray."""
+"""A test session that is killed leaves no node of Ray, and none of Ray's directories."""
 
 from __future__ import annotations
 
@@ -37,3 +37,4 @@ def test_a_session_that_is_killed_leaves_no_node(tmp_path: Path) -> None:
         session.signal(signal.SIGKILL)
         session.wait(unit(20))
         assert living_after(unit(20), of_session) == []
+    assert list(Path("/tmp").glob(f"ray-{mark}-*")) == []
