@@ -1,9 +1,13 @@
-"""Watches for inet sockets of services: there must be none, whatever the tests do (P27).
+"""Watches a session of tests for inet sockets of services, of which there must be none whatever the tests do (P27), and
+for the session's own death.
 
 A process of its own looks at the kernel's lists of sockets a few times a second, as long as a session of tests runs,
 and prints a line for each socket that a supervisor, server or worker has. ``cs-launch`` with ``--metrics-port``,
 ``--listen``, ``--ray`` or ``--join tcp:``, its exporter and its gateway may have some, because a user has asked for
 them. A socket that lives shorter than two looks may be missed.
+
+pytest-timeout ends a session without its fixtures, which would end what they have started, such as nodes of Ray. Then
+this process ends it, and removes the directories in /tmp that have the mark of the session in their names.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from .processes import ROOT, marked_process
+from .processes import ROOT, marked, marked_process, reap
 
 __all__ = ["Watch"]
 
@@ -99,16 +104,21 @@ def _is_of_a_service(process: psutil.Process) -> bool:
 
 
 def main(mark: str) -> None:
-    """Look until standard input ends."""
+    """Look until standard input ends, and with it the session; then end what it has left."""
     known: dict[str, str] = {}
     poller = select.poll()
     poller.register(sys.stdin.fileno(), select.POLLIN)
-    while not poller.poll(_EVERY * 1000):
-        now = sockets()
-        new = {inode: title for inode, title in now.items() if inode not in known}
-        for line in owners(mark, new) if new else []:
-            print(line, flush=True)
-        known = now
+    with suppress(BrokenPipeError):  # nobody reads any more
+        while not poller.poll(_EVERY * 1000):
+            now = sockets()
+            new = {inode: title for inode, title in now.items() if inode not in known}
+            for line in owners(mark, new) if new else []:
+                print(line, flush=True)
+            known = now
+    while left := marked(mark):  # what starts others may have started one meanwhile
+        reap(left)
+    for directory in Path("/tmp").glob(f"*-{mark}-*"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.harness.processes import Child, start
+from tests.harness.processes import MARK, Child, start
 from tests.harness.timing import unit
 
 HERE = Path(__file__).parent
@@ -45,7 +45,8 @@ class Running:
 def kept(program: str, cpus: int, **more: str) -> Iterator[Running]:
     """Nodes on loopback, which ``program`` keeps, with ``more`` in the environment. All that Ray has started is gone
     afterwards."""
-    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short path, for Ray's sockets
+    # A short path, for Ray's sockets. Its name lets it be removed if this session is killed.
+    directory = tempfile.mkdtemp(prefix=f"ray-{os.environ[MARK]}-", dir="/tmp")
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -2,7 +2,7 @@
 
     python tests/ray/trained.py STORAGE killed     # the launcher of the other rank's worker is killed, then the row
                                                    # servers, the worker and rank 0; after the second start, the other
-                                                   # rank; trains once more when it has ended
+                                                   # rank, which ends the training; another one continues it
     python tests/ray/trained.py STORAGE refused    # does not train: compares the batches of the script, and prints the
                                                    # errors of the function
 
@@ -25,10 +25,13 @@ import pyarrow
 import ray
 import ray.data
 import ray.train
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from training import BATCH, STEPS, Training, batches
 
 import central_storage as cs
 from central_storage.ray import CentralStorageTrainer, dataset, dataset_shard, report, restore, row_numbers, rows
+from central_storage.ray.row_client import VARIABLE, node_of
+from central_storage.ray.row_server import RowServer
 
 #: A checkpoint is reported after every so many steps. When a report returns, Ray may not know of its checkpoint yet,
 #: but it knows of the one before.
@@ -41,7 +44,7 @@ def train(config: dict[str, Any]) -> str:
     """Train, and report a checkpoint after every few steps and at the end."""
     strategy = cs.CentralStorageStrategy()
     fetched = watch_blocks()
-    training = Training(strategy, 0.1, row_numbers().batch(BATCH), lambda numbers: rows(numbers)["data"])
+    training = Training(strategy, 0.1, dataset_shard(batch_size=BATCH), lambda batch: batch["data"])
     is_restored = restore(training.checkpoint)
     begun = int(training.optimizer.iterations)
     assert is_restored == (begun > 0)
@@ -60,28 +63,31 @@ def train(config: dict[str, Any]) -> str:
     with cs.summary.TensorBoard(config["events"], service_every=None) as writer:
         digest = training.run(after, lookahead=0)
     of_training = len(fetched)
-    both = strategy.experimental_distribute_dataset(Both())
-    assert sum(1 for _ in strategy.run_steps(same_rows, both)) == STEPS
+    every_way = strategy.experimental_distribute_dataset(EveryWay())
+    assert sum(1 for _ in strategy.run_steps(same_rows, every_way)) == STEPS
+    first, *_ = dataset_shard(batch_size=BATCH)
+    assert np.array_equal(first["data"], batches()[0])
     metrics = {"digest": digest, "replicas": strategy.num_replicas_in_sync}
     metrics["fetched"] = f"{of_training} {of_training < len(fetched)}"
     report({"done": STEPS, **metrics}, training.checkpoint)
     return digest
 
 
-class Both:
-    """Batches, and the numbers of their rows."""
+class EveryWay:
+    """Batches, the numbers of their rows, and the rows themselves, which the script fetches."""
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return zip(dataset_shard(batch_size=BATCH), row_numbers().batch(BATCH), strict=True)
+    def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
+        sent = ray.train.get_dataset_shard("train").iter_batches(batch_size=BATCH, batch_format="numpy")
+        return zip(dataset_shard(batch_size=BATCH), row_numbers().batch(BATCH), sent, strict=True)
 
 
 @cs.function
-def same_rows(both: tuple[Any, Any]) -> None:
-    """The rows of a replica are the same ones either way."""
-    sent, numbers = both
-    found = rows(numbers)["data"]
-    assert found.dtype == sent["data"].dtype
-    assert np.array_equal(found, sent["data"])
+def same_rows(element: tuple[Any, Any, Any]) -> None:
+    """The rows of a replica are the same ones in every way."""
+    batch, numbers, sent = element
+    for found in (batch["data"], rows(numbers)["data"]):
+        assert found.dtype == sent["data"].dtype
+        assert np.array_equal(found, sent["data"])
 
 
 def watch_blocks() -> list[pyarrow.Table]:
@@ -150,6 +156,8 @@ def refuse() -> None:
         lambda: row_numbers("empty"),
         lambda: dataset_shard(batch_size=0),
         lambda: dataset_shard(batch_size="1"),  # type: ignore[arg-type]
+        lambda: dataset_shard(batch_size=1, block_timeout=0),
+        step_without_its_block,
         lambda: report(5),  # type: ignore[arg-type]
         lambda: report({}, "directory"),  # type: ignore[arg-type]
         lambda: restore("directory"),  # type: ignore[arg-type]
@@ -158,9 +166,23 @@ def refuse() -> None:
     for call in calls:
         try:
             call()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, TimeoutError) as error:
             said.append(f"{type(error).__name__}: {error}")
     raise KeyError(*said)
+
+
+def wait_for_ever() -> None:
+    signal.pause()
+
+
+def step_without_its_block() -> None:
+    """A step whose rows are in a block that Ray never brings."""
+    never = ray.remote(num_cpus=0)(wait_for_ever).remote()
+    where = os.environ[VARIABLE]
+    there = NodeAffinitySchedulingStrategy(node_of(where), soft=False)
+    server = ray.remote(num_cpus=0)(RowServer).options(scheduling_strategy=there).remote(where, "late", [never], [2])
+    ray.get(server.is_up.remote())
+    cs.CentralStorageStrategy().run(lambda: rows(np.arange(1), "late", block_timeout=0.5))
 
 
 def compare(blocks: ray.data.Dataset) -> None:
@@ -191,22 +213,22 @@ def main(storage: str, what: str) -> None:
         run_config=ray.train.RunConfig(
             name=what,
             storage_path=storage,
-            failure_config=ray.train.FailureConfig(max_failures=2 if what == "killed" else 0),
+            failure_config=ray.train.FailureConfig(max_failures=1 if what == "killed" else 0),
         ),
     )
-    if what == "refused":
-        try:
-            trainer.fit()
-        except ray.train.TrainingFailedError as failed:
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as failed:
+        if what == "refused":
             error = failed.worker_failures[0]
             error = getattr(error, "_base_exc", error)  # Ray 2.52 wraps it
             print(type(error).__name__, *error.args, sep="\n", flush=True)
-        return
-    fetched = trainer.fit().metrics["fetched"]
-    result = trainer.fit()  # under the same name, as after the death of the head: there is nothing left to do
+            return
+        print("failed", flush=True)
+    result = trainer.fit()  # under the same name, as after the death of the head
     print("starts", *Path(starts).read_text().split())
     print("reported", *result.metrics_dataframe["done"])
-    print("fetched", fetched)
+    print("fetched", result.metrics["fetched"])
     print("checkpoint", *sorted(os.listdir(result.checkpoint.path)))
     print("digest", result.metrics["replicas"], result.metrics["digest"], flush=True)
 

@@ -17,6 +17,8 @@ from cs_proto.errors import (
     UnbatchedDatasetError,
 )
 
+from .tickets import Ticket
+
 __all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "plain_array", "split"]
 
 
@@ -74,8 +76,8 @@ def holds_arrays(element: Any) -> bool:
 
 
 def arrays_in(element: Any) -> Any:
-    """``element`` with arrays at its leaves: those of a device unchanged, others as NumPy arrays over the same
-    memory. A list or tuple of texts becomes one array, because loaders collate texts so. None stays."""
+    """``element`` with arrays at its leaves: those of a device and tickets unchanged, others as NumPy arrays over the
+    same memory. A list or tuple of texts becomes one array, because loaders collate texts so. None stays."""
     return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
 
 
@@ -89,7 +91,7 @@ def _nest(element: Any) -> Any:
 
 
 def _array(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, np.ndarray) or hasattr(leaf, "__cuda_array_interface__"):
+    if leaf is None or isinstance(leaf, np.ndarray | Ticket) or hasattr(leaf, "__cuda_array_interface__"):
         return leaf
     if isinstance(leaf, str | bytes) and not isinstance(leaf, np.generic):
         raise InvalidArgumentError(f"an element holds the bare string {leaf!r:.80}; put texts into a NumPy array")

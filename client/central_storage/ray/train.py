@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 import ray.data
 import ray.train
@@ -31,10 +32,12 @@ from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_REPLICAS, PROTOCOL
 from cs_proto.version import __version__
 
-from .data import Batches, begin, check_size, in_order
+from .data import begin, check_size, in_order
 from .head import Head
+from .row_client import BLOCK_TIMEOUT, VARIABLE, check_timeout, rows
 from .row_server import RowServer
 from .seat import Seat
+from .tickets import Tickets
 
 __all__ = ["CentralStorageTrainer", "dataset_shard", "report", "restore", "row_numbers"]
 
@@ -121,6 +124,16 @@ class CentralStorageTrainer:
 
 
 @frozen
+class _Table:
+    """A data set that was executed. Ray drops its blocks and row servers when nothing refers to them here."""
+
+    #: The number of its rows.
+    count: int
+    blocks: list[Any]
+    servers: list[Any]
+
+
+@frozen
 class _Training:
     """The training in which the user's function runs."""
 
@@ -131,9 +144,8 @@ class _Training:
     datasets: frozenset[str]
     #: The name of the training for its row servers.
     name: str
-    #: By the name of the data set: the number of its rows, and its blocks and row servers, which Ray drops when nothing
-    #: here refers to them.
-    tables: dict[str, tuple[int, list[Any]]]
+    #: By the name of the data set.
+    tables: dict[str, _Table]
 
 
 #: In the process of rank 0, while the user's function runs.
@@ -202,29 +214,43 @@ def restore(checkpoint: Checkpoint) -> bool:
     return True
 
 
-def dataset_shard(name: str = "train", *, batch_size: int, drop_remainder: bool = False) -> Batches:
+def dataset_shard(
+    name: str = "train", *, batch_size: int, drop_remainder: bool = False, block_timeout: float = BLOCK_TIMEOUT
+) -> Tickets:
     """The global batches of a data set of the trainer, in the order of its rows. ::
 
         batches = strategy.experimental_distribute_dataset(dataset_shard("train", batch_size=1024))
 
-    As :func:`central_storage.ray.dataset`, for the ``datasets`` of a :class:`CentralStorageTrainer`. All replicas share
-    it: a strategy divides each batch among them.
+    All replicas share the data set: a strategy divides each batch among them. A replica gets a dict with an array for
+    each column. In the script, a *ticket* stands for such an array, with its ``shape`` and ``dtype``; ``np.asarray``
+    of it brings the rows to the script. Only tickets travel with a step: each replica brings its rows from Ray's object
+    store on its own node, and the same ones if the step is repeated.
+
+    The first call for a data set executes it, and its blocks stay in Ray's object store as long as the training.
 
     Args:
-        name: Its name there.
+        name: Its name in the ``datasets`` of the :class:`CentralStorageTrainer`. It must give the same rows whenever
+            it is read: give a seed to what is random in it.
         batch_size: The number of rows of a global batch.
         drop_remainder: Leave out the last batch if it is smaller.
+        block_timeout: Seconds that Ray may take to bring the blocks of a step to a node; then the step fails.
+
+    Returns:
+        An iterable, for :meth:`experimental_distribute_dataset` of a strategy.
 
     Raises:
-        TypeError: ``batch_size`` is no int.
-        InvalidArgumentError: There is no such data set, or a batch has fewer rows than there are replicas (a
-            ValueError).
+        TypeError: ``batch_size`` is no int, or ``block_timeout`` no number.
+        InvalidArgumentError: There is no such data set, it has no rows, a column is no array, a batch has fewer rows
+            than there are replicas, or ``block_timeout`` is not more than 0 (a ValueError).
         ContextError: Called anywhere else than in the function of a trainer (a RuntimeError).
     """
     training = _inside("dataset_shard")
-    source = _source(training, name)
+    _check_name(training, name)
     check_size(batch_size, training.ranks)
-    return Batches(source, batch_size, drop_remainder)
+    check_timeout(block_timeout)
+    table = _table(training, name)
+    first = rows(np.zeros(1, np.int64), name, block_timeout=block_timeout)
+    return Tickets(name, table.count, first, batch_size, drop_remainder, block_timeout)
 
 
 def row_numbers(name: str = "train") -> Dataset:
@@ -233,12 +259,10 @@ def row_numbers(name: str = "train") -> Dataset:
         numbers = row_numbers("train").shuffle(1_000_000, seed=1).batch(1024)
         batches = strategy.experimental_distribute_dataset(numbers)
 
-    The rows do not travel through the script: a replica gets them from Ray's object store on its own node. The first
-    call for a data set executes it, and its blocks stay in Ray's object store as long as the training.
+    It is :func:`dataset_shard` for rows in another order, in which the replica function asks for its rows itself.
 
     Args:
-        name: Its name in the ``datasets`` of the :class:`CentralStorageTrainer`. It must give the same rows whenever
-            it is read: give a seed to what is random in it.
+        name: Its name in the ``datasets`` of the :class:`CentralStorageTrainer`.
 
     Returns:
         The numbers from 0 on, as a ``cs.data.Dataset`` of scalars.
@@ -248,8 +272,14 @@ def row_numbers(name: str = "train") -> Dataset:
         ContextError: Called anywhere else than in the function of a trainer (a RuntimeError).
     """
     training = _inside("row_numbers")
-    source = _source(training, name)
+    _check_name(training, name)
+    return Dataset.range(_table(training, name).count)
+
+
+def _table(training: _Training, name: str) -> _Table:
+    """The data set, executed when it is first asked for, with a row server on each node of a rank."""
     if name not in training.tables:
+        source = ray.train.get_dataset_shard(name)
         begin(source)
         bundles = [*source.materialize().iter_internal_ref_bundles()]
         blocks = [block for bundle in bundles for block in bundle.block_refs]
@@ -261,15 +291,14 @@ def row_numbers(name: str = "train") -> Dataset:
             for node in ray.get(training.head.nodes.remote())
         ]
         ray.get([server.is_up.remote() for server in servers])
-        training.tables[name] = sum(counts), blocks + servers
-    return Dataset.range(training.tables[name][0])
+        training.tables[name] = _Table(sum(counts), blocks, servers)
+    return training.tables[name]
 
 
-def _source(training: _Training, name: str) -> ray.data.DataIterator:
+def _check_name(training: _Training, name: str) -> None:
     if name not in training.datasets:
         names = ", ".join(sorted(training.datasets)) or "none"
         raise InvalidArgumentError(f"the trainer has no data set {name!r:.100}; its datasets: {names}")
-    return ray.train.get_dataset_shard(name)
 
 
 def _inside(what: str) -> _Training:
@@ -313,11 +342,13 @@ def _lead(train_loop: Callable[..., Any], config: dict[str, Any], ranks: int, da
     try:
         seat.take()
         os.environ["CS_ADDRESS"], drafts = ray.get(starting)
+        os.environ[VARIABLE] = f"{name}/{ray.get_runtime_context().get_node_id()}"
         _training = _Training(head, drafts, ranks, datasets, name, {})
         return train_loop(config) if inspect.signature(train_loop).parameters else train_loop()
     finally:
         _training = None
-        os.environ.pop("CS_ADDRESS", None)
+        for variable in ("CS_ADDRESS", VARIABLE):
+            os.environ.pop(variable, None)
         with suppress(ray.exceptions.RayError):  # it has died, which has ended the service, too
             ray.get(head.end.remote())
         seat.leave()
