@@ -42,6 +42,7 @@ _UNREAD = 1000
 # The records that may be about a mailbox.
 _ABOUT_MAILBOXES = (messages.Offer, messages.Serving)
 _FINISHED = messages.StepFinished((1,), False)
+_COLLEAGUE_NBYTES = len(COLLEAGUE)
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
 # The worker looks for mail this long before it sleeps, in seconds: longer than a client or server takes to answer.
@@ -75,7 +76,7 @@ class Link:
             linger=_LINGER,
             patience=_PATIENCE,
             on_wake=lambda: os.read(doorbell, 64),
-            while_asleep=turns.paused,
+            while_asleep=turns.paused if turns.is_shared else None,
             read_mark=self._step_finished,
         )
         try:
@@ -105,8 +106,8 @@ class Link:
                 )
                 if received is not None:
                     peer, record, _ = received
-                    if not isinstance(record, _ABOUT_MAILBOXES) or not self._is_of_mailbox(peer, record):
-                        return COLLEAGUE if peer.startswith(COLLEAGUE) else peer, record
+                    if type(record) not in _ABOUT_MAILBOXES or not self._is_of_mailbox(peer, record):
+                        return COLLEAGUE if peer[:_COLLEAGUE_NBYTES] == COLLEAGUE else peer, record
             except ShutdownError:
                 self._gone()
             if received is None and time.monotonic() >= deadline:
@@ -204,7 +205,8 @@ class Link:
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
-        moment("decoded", record.run[0] if isinstance(record, messages.OfRun) else 0)  # 0: it belongs to no run
+        is_of_run = type(record) is messages.Run or isinstance(record, messages.OfRun)
+        moment("decoded", record.run[0] if is_of_run else 0)  # 0: it belongs to no run
         if self._is_logged:
             _log.debug("received from %r: %.300r", sender, record)
         return record
