@@ -126,6 +126,8 @@ class Loop:
             with shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn, because the script's next work is not part of it
+            if work.buffers:
+                self._restore(work)
             shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._foresee(work)
             if self._lifeline.carried_because:
@@ -166,6 +168,7 @@ class Loop:
         """Carry out a nested run as this replica, and send its Return."""
         self._shop.turns.pass_point(run.run, -1)
         self._carry_out(sender, run)()
+        self._restore(run)
 
     def _carry_out(self, sender: bytes, run: Run) -> Callable[[], None]:
         """Carry out one run as this replica. The function that this returns sends the Return of its result or error."""
@@ -205,11 +208,11 @@ class Loop:
         _flush()
         if self._is_logged:
             _log.debug("run %s has ended", path_text(run.run))
-        return partial(self._send_return, replica, run, value, error)
+        return partial(replica.send_return, value, error)
 
-    def _send_return(self, replica: Replica, run: Run, value: Value | None, error: messages.Error | None) -> None:
-        replica.send_return(value, error)
-        # Not earlier, because a small result may be a view of an argument.
+    def _restore(self, run: Run) -> None:
+        """Give back what the function has written to the arguments of ``run``. Not before the Return is sent, because a
+        small result may be a view of an argument."""
         for array in run.buffers:
             if isinstance(array.place, Location):
                 self._shop.catalogue.written.restore_array(array)
@@ -238,11 +241,29 @@ class Loop:
 
     def _call(self, sender: bytes, ready: _Ready) -> Value:
         shop = self._shop
-        _, replica, _, context, _ = ready
+        run, replica, streams, context, arguments = ready
         with context:
             before = shop.interrupts.switch(True)
             try:
-                result = self._call_user(sender, ready)
+                function = self._programs.load(sender, run, shop.catalogue.resolve)
+                if arguments is None:
+                    buffers = list(map(self._buffer, run.buffers)) if run.buffers else []
+                    arguments = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
+                args, kwargs = arguments
+                if not shop.device.is_host:
+                    args, kwargs = nest.map_structure(self._bring, (args, kwargs))
+                self._seeds.begin(streams)
+                moment("called", run.run[0])
+                try:
+                    result = function(*args, **kwargs)
+                except BaseException as raised:
+                    if shop.conversation.link.is_inherited:
+                        _end_child(raised)
+                    explain(raised)
+                    raise
+                if shop.conversation.link.is_inherited:
+                    _end_child(None)
+                moment("returned", run.run[0])
             finally:
                 shop.interrupts.switch(before)
             return to_value(result, Placing(shop.arena), shared=replica.shared)
@@ -256,30 +277,6 @@ class Loop:
 
     def _bring(self, leaf: Any) -> Any:
         return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-    def _call_user(self, sender: bytes, ready: _Ready) -> Any:
-        shop = self._shop
-        run, _, streams, _, arguments = ready
-        function = self._programs.load(sender, run, shop.catalogue.resolve)
-        if arguments is None:
-            buffers = list(map(self._buffer, run.buffers)) if run.buffers else []
-            arguments = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
-        args, kwargs = arguments
-        if not shop.device.is_host:
-            args, kwargs = nest.map_structure(self._bring, (args, kwargs))
-        self._seeds.begin(streams)
-        moment("called", run.run[0])
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as raised:
-            if shop.conversation.link.is_inherited:
-                _end_child(raised)
-            explain(raised)
-            raise
-        if shop.conversation.link.is_inherited:
-            _end_child(None)
-        moment("returned", run.run[0])
-        return result
 
 
 def _pickled(shop: WorkerContext, data: bytes | Frame | Array) -> Buffer:

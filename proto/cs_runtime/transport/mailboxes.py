@@ -70,8 +70,8 @@ class Mailbox:
         self.rung = 0
         #: The two directions.
         self.incoming, self.outgoing = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
-        #: The descriptor of this end's doorbell, which is readable after a ring; -1 once closed.
-        self.doorbell, self._other = (here, there) if is_maker else (there, here)
+        #: The descriptors of the doorbells of this end and of the other, readable after a ring; -1 once closed.
+        self.doorbell, self.other = (here, there) if is_maker else (there, here)
         #: How many messages were sent elsewhere. The first one is.
         self.sent = 0
         #: How many messages of the other end came elsewhere: the opener has received the Offer, or the maker the
@@ -85,12 +85,6 @@ class Mailbox:
         words = (self.incoming if is_incoming else self.outgoing).words
         return ctypes.addressof(ctypes.c_uint64.from_buffer(words, 8 * word))
 
-    def ring(self) -> None:
-        """Wake the reader."""
-        if self._other >= 0:
-            self.rung += 1
-            os.eventfd_write(self._other, 1)
-
     def came_elsewhere(self) -> None:
         """Count a message of the other end that came elsewhere."""
         self.came += 1
@@ -100,8 +94,8 @@ class Mailbox:
         """Close the doorbells. Idempotent."""
         if self.doorbell >= 0:
             os.close(self.doorbell)
-            os.close(self._other)
-            self.doorbell = self._other = -1
+            os.close(self.other)
+            self.doorbell = self.other = -1
 
 
 class Patience:
@@ -333,8 +327,9 @@ class Mailboxes(Generic[K]):
         left: list[tuple[K, int]] = []
         for peer, box in unrung:
             words = box.outgoing.words
-            if words[SLEEPS]:
-                box.ring()
+            if words[SLEEPS] and box.other >= 0:
+                box.rung += 1
+                os.eventfd_write(box.other, 1)
             if words[LEFT]:
                 left.append((peer, box.outgoing.last))
         return left
@@ -363,11 +358,14 @@ class Mailboxes(Generic[K]):
         the messages of its sender. A message without parts stands for a damaged mailbox."""
         if self._due:
             return self._due.popleft()
-        while (found := self._with_mail()) is not None:
-            peer, box = found
+        for each in self._in_order:
+            peer, box = each
+            incoming = box.incoming
+            has_mark = incoming.words[MARK] != incoming.mark and not box.keeps_marks
+            if not has_mark and (incoming.words[HEAD] == incoming.tail or box.must_wait):
+                continue  # as in _with_mail
             if box.keeps_marks:  # its mark may be older than the message
                 self.stop_attending()
-            incoming = box.incoming
             if incoming.words[MARK] != incoming.mark and (mark := incoming.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
@@ -375,8 +373,8 @@ class Mailboxes(Generic[K]):
                 if incoming.words[MARK] != incoming.mark and (mark := incoming.take_mark()) is not None:
                     self._due.append((peer, parts))
                     return peer, mark
-                if parts and self._in_order[-1][1] is not box:  # the others first, next time
-                    self._in_order = [*(each for each in self._in_order if each[1] is not box), found]
+                if parts and self._in_order[-1] is not each:  # the others first, next time
+                    self._in_order = [*(other for other in self._in_order if other is not each), each]
                 return peer, parts
         return None
 

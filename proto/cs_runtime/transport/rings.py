@@ -100,13 +100,13 @@ class Outgoing:
     def mark(self, number: int, body: Buffer = b"") -> bool:
         """Leave a number from 0 to 2**40 - 1 for the reader, and bytes. False if these are too many, or if the reader
         has left."""
-        size = len(body)
-        if self.words[LEFT] or size > MARK_NBYTES:
+        words, size = self.words, len(body)
+        if words[LEFT] or size > MARK_NBYTES:
             return False
-        if size or self.words[BODY]:
-            self.words[BODY] = size
+        if size or words[BODY]:
+            words[BODY] = size
             self._body[:size] = body
-        self.words[MARK] = next_mark(self.words[MARK], number)
+        words[MARK] = (words[MARK] + _ONE_MARK & _ALL_MARKS) | number  # as next_mark
         return True
 
     @property

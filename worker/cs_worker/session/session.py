@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -63,7 +64,9 @@ class Link:
         #: The processes that may send messages to this worker.
         self.peers: Mapping[bytes, messages.Introduce] = lifeline.peers
         self._gone = gone
-        self._process = os.getpid()
+        #: Whether the user's code forked this process from the worker: nothing that is sent here would ever leave.
+        self.is_inherited = False
+        _links.add(self)
         #: How many records the server was sent.
         self.sent = 0
         self._is_logged = _log.isEnabledFor(logging.DEBUG)  # a process is told at its start; asked at every message
@@ -86,11 +89,6 @@ class Link:
             raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
         self._channel.admit()
         self._channel.connect(SERVER, peers.server_endpoint(config.run_directory))
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
-        return os.getpid() != self._process
 
     def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
         """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit). What
@@ -217,6 +215,15 @@ class Link:
         if self._is_logged:
             _log.debug("received from %r: the mark of run %d", peer, number)
         return altered(_FINISHED, run=(number,))
+
+
+def _inherit() -> None:
+    for link in _links:
+        link.is_inherited = True
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_inherit)
 
 
 def _colleague(worker: messages.Worker) -> bytes:
