@@ -180,7 +180,8 @@ class StepProgram:
         target += KIND_NBYTES
         for box in self._boxes:
             mark = words[own + _EXPECTED] = next_mark(box.incoming.mark, run)
-            words[own + _END] = next_mark(box.outgoing.words[MARK], run)
+            if step.is_of_series:
+                words[own + _END] = next_mark(box.outgoing.words[MARK], run)
             expected.append(mark)
             copy, own = copy + WORDS_PER_INSTRUCTION, own + _OF_WORKER
             operands[copy + 1] = target

@@ -118,7 +118,7 @@ class Loop:
         """Wait for the controller's next record and act on it."""
         shop = self._shop
         controller, work = shop.conversation.next_work()
-        if type(work) is Run:
+        if isinstance(work, Run):
             shop.conversation.begin_run(controller, work)
             # The client has the results of the last run, or of the step lookahead + 1 before this one. It has copied
             # them, or it holds them where they lie.
@@ -222,9 +222,10 @@ class Loop:
         nobody sees it."""
         if self._ready is not None and self._ready[0] is run:
             return
-        pickled, arguments = run.arguments.data if type(run.arguments) is Frame else run.arguments, None
+        data, arguments = run.arguments, None
+        pickled = data if type(data) is bytes else data.data if isinstance(data, Frame) else None  # None: in an arena
         is_here = not run.buffers or all(isinstance(array.place, Frame) for array in run.buffers)
-        if is_here and type(pickled) is not Array and are_plain(pickled):
+        if is_here and pickled is not None and are_plain(pickled):
             try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
                 arguments = load_arguments(pickled, list(map(self._buffer, run.buffers)), self._shop.catalogue.resolve)
             except Exception:  # noqa: BLE001  (it comes again when the step has begun)

@@ -332,7 +332,7 @@ class Channel:
         if self._ready:
             self._ready.clear()
         for each in ready:
-            if type(each) is not int:
+            if not isinstance(each, int):
                 self._ready.append(each)
         if self._notices in ready and not self._supervisor_speaks:
             self._supervisor_speaks = True
@@ -439,7 +439,7 @@ class Channel:
     def _received(self, peer: bytes, parts: Sequence[Buffer] | Mark) -> Received | None:
         """The record of a message or of a mark. None if there is none, or if it accepts a mailbox, which is handled
         here."""
-        if type(parts) is Mark:
+        if isinstance(parts, Mark):
             record = None if self._read_mark is None else self._read_mark(peer, *parts)
             return None if record is None else _made_received((peer, record, ()))
         record = self._read(peer, parts)

@@ -192,7 +192,7 @@ class Link:
                 "in the function itself"
             )
         # Before the peer can act on it, as in `mark_server`.
-        moment("sent", record.run[0] if isinstance(record, messages.OfRun) else 0)
+        moment("sent", messages.run_of(record))
         self._channel.send(peer, parts)
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
@@ -203,8 +203,7 @@ class Link:
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
-        is_of_run = type(record) is messages.Run or isinstance(record, messages.OfRun)
-        moment("decoded", record.run[0] if is_of_run else 0)  # 0: it belongs to no run
+        moment("decoded", record.run[0] if type(record) is messages.Run else messages.run_of(record))
         if self._is_logged:
             _log.debug("received from %r: %.300r", sender, record)
         return record
