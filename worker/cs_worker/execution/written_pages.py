@@ -161,9 +161,10 @@ class WrittenPages:
             self._look(mapping, shown)
 
     def _look(self, mapping: Mapping, shown: _Shown) -> None:
-        own = self._own_pages(mapping, shown.pages)
+        pages = shown.pages
+        own = self._own_pages(mapping, pages)
         if own is None:
-            mapping.restore(shown.pages)
+            mapping.restore(pages)
             return
         if own:
             for number in _written(mapping, own, shown.ranges):
