@@ -176,7 +176,7 @@ class Loop:
         ready, self._ready = self._ready, None
         if ready is None or ready[0] is not run:
             ready = self._made_ready(run, outer)
-        _, replica, *_ = ready
+        replica = ready[1]
         restore = kept_random_state(self._shop.device.keep_random_state) if outer is not None else None
         value, error = None, None
         failpoint("worker.run")
