@@ -120,9 +120,12 @@ def bring(given: Sequence[Given], combining: Combining) -> None:
     # If they are exactly the buffers that `gradient_buffers` returned for these variables, nothing has to be checked
     # one by one.
     found = strategy.variable_sets.find(variables)
-    if found is None or not found.is_free:
-        _apply(backend, given, combining)
-    elif not backend.apply_buffers(counts, gradients, found.numbers, combining, call_site()):
+    are_in_place = (
+        found is not None
+        and found.is_free
+        and backend.apply_buffers(counts, gradients, found.numbers, combining, call_site())
+    )
+    if not are_in_place:
         _apply(backend, given, combining)
 
 
