@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -211,18 +211,33 @@ def answered(header: memoryview) -> int | None:
 
 
 # The beginning of a message of a client's run, up to the number of the run. The second table gives, for the first byte
-# of that number, how many more bytes it has, if it is not too large for a run. In a Run the step follows.
+# of that number, how many more bytes it has: too many for any header if it is too large for a run. In a Run the step
+# follows.
 _BEGINNINGS = {
     msgpack.Packer().pack_array_header(1 + len(fields_of(kind))) + bytes([kind.code, 0x91]): kind
     for kind in (Return, Run)
 }
 # The first byte of an array of more than 15 elements; two bytes with their number follow.
 _LONG_ARRAY = 0xDC
-_NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
+_NUMBER_NBYTES = [*(0,) * 128, *(1 << 40,) * 128]  # no header is that long
+_NUMBER_NBYTES[0xCC:0xCF] = 1, 2, 4
 # The msgpack prefixes of up to 255 bytes and of up to 65535.
 _BYTES, _MORE_BYTES = 0xC4, 0xC5
 # This many messages of either kind are cached, if their headers are small.
 _KNOWN, _KNOWN_NBYTES = 32, 16 * 1024
+
+
+class _Cached(NamedTuple):
+    """A message that is cached: the bytes between the numbers and the changing bytes, and how many they are; the same
+    of the bytes after the changing ones, None if those are not part of the header; the record, and whether it has
+    arrays."""
+
+    between: bytes
+    between_nbytes: int
+    behind: bytes | None
+    behind_nbytes: int
+    record: Return | Run
+    has_arrays: bool
 
 
 class Decoder:
@@ -237,12 +252,8 @@ class Decoder:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
-        #: By the beginning of the message: the bytes between the numbers and the changing bytes, the bytes after the
-        #: changing ones (None if those are not part of the header), the record, and whether it has arrays; the latest
-        #: first.
-        self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run, bool]]] = {
-            each: [] for each in _BEGINNINGS
-        }
+        #: By the beginning of the message, the latest first.
+        self._known: dict[bytes, list[_Cached]] = {each: [] for each in _BEGINNINGS}
         # How many messages with arrays came since one was the same as a cached message.
         self._vain = 0
 
@@ -251,33 +262,35 @@ class Decoder:
         header = parts[0] if parts else b""
         if type(header) is not bytes or not header:
             return decode(parts, self._limits)
-        begin = 5 if header[0] == _LONG_ARRAY else 3
-        if (entries := self._known.get(header[:begin])) is None or len(header) == begin:
+        begin, size = 5 if header[0] == _LONG_ARRAY else 3, len(header)
+        if (beginning := header[:begin]) not in self._known or size == begin:
             return decode(parts, self._limits)
-        start = begin + 1 + _NUMBER_NBYTES.get(header[begin], len(header))
+        start = begin + 1 + _NUMBER_NBYTES[header[begin]]
         number = header[begin] if start == begin + 1 else int.from_bytes(header[begin + 1 : start], "big")
         step = 0
-        if header[begin - 2] == Run.code and start < len(header):
+        if header[begin - 2] == Run.code and start < size:
             first = start + 1
-            start = first + _NUMBER_NBYTES.get(header[start], len(header))
+            start = first + _NUMBER_NBYTES[header[start]]
             step = header[first - 1] if start == first else int.from_bytes(header[first:start], "big")
-        for between, behind, known, has_arrays in entries:
-            if header.startswith(between, start) and number >= known.series:
-                at = start + len(between)
+        entries = self._known[beginning]
+        for between, between_nbytes, behind, behind_nbytes, known, has_arrays in entries:
+            at = start + between_nbytes
+            if header[start:at] == between and number >= known.series:
+                last = size - behind_nbytes
                 if behind is None:
-                    if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
+                    if at == size and len(parts) == 2 and _has_room(parts[1], self._limits):
                         self._vain = 0 if has_arrays else self._vain
                         return altered(known, run=(number,), step=step, arguments=Frame(parts[1]))
-                elif at < (last := len(header) - len(behind)) and header.endswith(behind):
+                elif at < last and header[last:] == behind:
                     first = at + (2 if header[at] == _BYTES else 3)
                     length = int.from_bytes(header[at + 1 : first], "big")
                     if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
-                        if type(known) is Return and len(parts) == 1:
+                        is_alone = len(parts) == 1
+                        if type(known) is Return and is_alone:
                             self._vain = 0 if has_arrays else self._vain
                             return altered(known, run=(number,), value=Value(header[first:last], ()))
                         if type(known) is Run:
-                            is_bare = len(parts) == 1 and not has_arrays
-                            buffers = () if is_bare else _buffers(known, parts, self._limits)
+                            buffers = () if is_alone and not has_arrays else _buffers(known, parts, self._limits)
                             if buffers is not None:
                                 self._vain = 0 if has_arrays else self._vain
                                 arguments = header[first:last]
@@ -287,7 +300,8 @@ class Decoder:
         if rest is not None:
             between, body, behind, known = rest
             if header[start:] == between + body + (behind or b""):  # only our own encoding
-                self._known[header[:begin]] = [(between, behind, known, _has_arrays(known)), *entries[: _KNOWN - 1]]
+                made = _Cached(between, len(between), behind, len(behind or b""), known, _has_arrays(known))
+                self._known[beginning] = [made, *entries[: _KNOWN - 1]]
         return record
 
     def _may_repeat(self, record: Record) -> bool:

@@ -227,8 +227,7 @@ def replace(record: R, /, **changes: Any) -> R:
 def altered(record: R, /, **changes: Any) -> R:
     """As :func:`replace`, but without checks: the new values must be valid."""
     made = object.__new__(type(record))
-    made.__dict__.update(record.__dict__)
-    made.__dict__.update(changes)
+    made.__dict__.update(record.__dict__, **changes)
     return made
 
 

@@ -52,16 +52,17 @@ from cs_proto.messages import (
     MadeProgress,
     Note,
     Offer,
-    OfRun,
     Put,
     Refused,
     Register,
     Return,
+    RunFinished,
     ShowStacks,
     Statistics,
     StepFinished,
     Welcome,
     WorkerRestarted,
+    run_of,
 )
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files, trace
@@ -142,6 +143,7 @@ class Service:
         self._segments = segments
         self._wake = wake
         self._has_worked = False
+        self._is_logged = _log.isEnabledFor(logging.DEBUG)  # a process is told at its start; asked at every message
         addresses = address_budget.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
         self._arena_nbytes = addresses.arena
         account = _open_account(config, segments)
@@ -225,9 +227,12 @@ class Service:
 
     def _passed(self) -> None:
         """The program has carried out a step."""
-        self._ring()
+        if self._channel.mailboxes.unrung:
+            self._ring()
         _moment("sent", self._program.run)
-        self._carry_out(self._engine.passed(time.monotonic()))
+        answer = self._engine.passed(time.monotonic())
+        self._send(answer.peer, answer.record)
+        self._ring()
         self._prepare_step()
         _moment("prepared")
 
@@ -333,13 +338,13 @@ class Service:
             self._complaints.warn(peer, "refused a message of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
             return None
-        if _log.isEnabledFor(logging.DEBUG):
+        if self._is_logged:
             _log.debug("from %r: %.300r", peer, record)
         if type(record) is Return:
             self._bases[peer].keep(record)
         if isinstance(record, Ask | Return):
             self._numerics.heard(record)
-        _moment("decoded", _run_of(record))
+        _moment("decoded", run_of(record))
         return record
 
     def _mark_of(self, peer: bytes, run: int, body: bytes) -> Record | None:
@@ -432,15 +437,15 @@ class Service:
 
     def _send(self, peer: bytes, record: Record) -> None:
         failpoint("server.send")
-        if isinstance(record, Welcome) and (client := self._controller_at(peer)):
+        if type(record) is Welcome and (client := self._controller_at(peer)):
             # The workers must know the controller before it sends them anything.
             self._welcomes[client] = [(peer, record)]
             self._supervisor.send(Appoint(client))
             return
-        if isinstance(record, WorkerRestarted) and (held := self._welcomes.get(self._controller_at(peer))):
+        if type(record) is WorkerRestarted and (held := self._welcomes.get(self._controller_at(peer))):
             held.append((peer, record))  # without a Welcome, the controller would ignore it
             return
-        if isinstance(record, Counters):
+        if type(record) is Counters:
             mail = self._channel.mailboxes
             record = replace(record, posted=mail.posted, doorbells=mail.rung + mail.woken)
             record = self._numerics.counted(record)
@@ -451,9 +456,9 @@ class Service:
         return who.client if who is not None and who.role == "controller" else ""
 
     def _transmit(self, peer: bytes, record: Record) -> None:
-        if _log.isEnabledFor(logging.DEBUG):
+        if self._is_logged:
             _log.debug("to %r: %.300r", peer, record)
-        if isinstance(record, StepFinished) and not record.failed and self._channel.mailboxes.mark(peer, record.run[0]):
+        if type(record) is StepFinished and not record.failed and self._channel.mailboxes.mark(peer, record.run[0]):
             _moment("sent", record.run[0])
             return
         if self._sent is None or self._sent[0] is not record:
@@ -467,7 +472,7 @@ class Service:
                 is_sent, self._retry_at = True, 0.0  # later: the first try is due, however long others pause
             if is_sent:
                 self._channel.mailboxes.sent(peer)
-        _moment("sent", _run_of(record))
+        _moment("sent", record.run[0] if type(record) is RunFinished else run_of(record))
 
     def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool | None:
         """Send over ZeroMQ; False if ``peer`` has not taken earlier messages, None if it is gone."""
@@ -585,11 +590,6 @@ def _why_not(record: Hello | Register, who: Introduce) -> str:
         said = f"worker w{record.worker.replica}.{record.worker.incarnation}"
         known = f"{who.role} w{who.rank}.{who.incarnation}" if who.role == "worker" else f"the {who.role}"
     return "" if said == known else f"the sender says it is {said}, and the supervisor has introduced it as {known}"
-
-
-def _run_of(record: Record) -> int:
-    """The number of the script's run that the record belongs to; 0 if it belongs to none."""
-    return record.run[0] if isinstance(record, OfRun) else 0
 
 
 def _may_plan_memory(record: Record) -> bool:

@@ -191,8 +191,9 @@ def test_of_what_is_known_the_bytes_that_change_are_not_kept() -> None:
     assert decoder.decode(encode(long)) == long
     kept = [known for entries in decoder._known.values() for known in entries]
     assert len(kept) == len(kinds) + 1
-    assert sum(len(between) + len(behind or b"") for between, behind, *_ in kept) < 1024
-    assert [getattr(known, "value", None) or getattr(known, "arguments", None) for _, _, known, _ in kept] == [
+    assert sum(len(known.between) + len(known.behind or b"") for known in kept) < 1024
+    records = [known.record for known in kept]
+    assert [getattr(record, "value", None) or getattr(record, "arguments", None) for record in records] == [
         None,
         b"",
         b"",

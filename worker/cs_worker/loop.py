@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -52,17 +52,9 @@ __all__ = ["Loop"]
 _log = logging.getLogger("central_storage.worker")
 
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class _Ready(NamedTuple):
-    """What a run has before its function is called: the arguments only if anyone may load them at any time."""
-
-    run: Run
-    replica: Replica
-    streams: Streams
-    context: enter_replica
-    arguments: _Arguments | None
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+_Ready: TypeAlias = tuple[Run, Replica, Streams, enter_replica, _Arguments | None]
+"""What a run has before its function is called: the arguments only if anyone may load them at any time."""
 
 
 class Loop:
@@ -115,6 +107,7 @@ class Loop:
         self._under_way: list[Replica] = []
         self._ready: _Ready | None = None
         self._has_worked = False
+        self._is_logged = _log.isEnabledFor(logging.DEBUG)  # a process is told at its start; asked in every run
 
     def serve(self) -> None:
         """Work until the process ends."""
@@ -133,6 +126,8 @@ class Loop:
             with shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn, because the script's next work is not part of it
+            if work.buffers:
+                self._restore(work)
             shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._foresee(work)
             if self._lifeline.carried_because:
@@ -173,14 +168,15 @@ class Loop:
         """Carry out a nested run as this replica, and send its Return."""
         self._shop.turns.pass_point(run.run, -1)
         self._carry_out(sender, run)()
+        self._restore(run)
 
     def _carry_out(self, sender: bytes, run: Run) -> Callable[[], None]:
         """Carry out one run as this replica. The function that this returns sends the Return of its result or error."""
         outer = self._under_way[-1] if self._under_way else None
         ready, self._ready = self._ready, None
-        if ready is None or ready.run is not run:
+        if ready is None or ready[0] is not run:
             ready = self._made_ready(run, outer)
-        replica = ready.replica
+        replica = ready[1]
         restore = kept_random_state(self._shop.device.keep_random_state) if outer is not None else None
         value, error = None, None
         failpoint("worker.run")
@@ -190,8 +186,7 @@ class Loop:
             if not self._shop.device.is_host:
                 self._shop.device.begin_run(self._shop.catalogue)
             written.begin_run(run)
-        is_logged = _log.isEnabledFor(logging.DEBUG)
-        if is_logged:
+        if self._is_logged:
             _log.debug("run %s begins", path_text(run.run))
         try:
             returned = self._call(sender, ready)
@@ -211,13 +206,13 @@ class Loop:
         if restore is not None:
             restore()
         _flush()
-        if is_logged:
+        if self._is_logged:
             _log.debug("run %s has ended", path_text(run.run))
-        return partial(self._send_return, replica, run, value, error)
+        return partial(replica.send_return, value, error)
 
-    def _send_return(self, replica: Replica, run: Run, value: Value | None, error: messages.Error | None) -> None:
-        replica.send_return(value, error)
-        # Not earlier, because a small result may be a view of an argument.
+    def _restore(self, run: Run) -> None:
+        """Give back what the function has written to the arguments of ``run``. Not before the Return is sent, because a
+        small result may be a view of an argument."""
         for array in run.buffers:
             if isinstance(array.place, Location):
                 self._shop.catalogue.written.restore_array(array)
@@ -225,11 +220,12 @@ class Loop:
     def _prepare_step(self, run: Run) -> None:
         """Make what a step needs while this worker waits for the end of the step before it. If the step does not begin,
         nobody sees it."""
-        if self._ready is not None and self._ready.run is run:
+        if self._ready is not None and self._ready[0] is run:
             return
-        pickled, arguments = run.arguments.data if isinstance(run.arguments, Frame) else run.arguments, None
+        data, arguments = run.arguments, None
+        pickled = data if type(data) is bytes else data.data if isinstance(data, Frame) else None  # None: in an arena
         is_here = not run.buffers or all(isinstance(array.place, Frame) for array in run.buffers)
-        if is_here and not isinstance(pickled, Array) and are_plain(pickled):
+        if is_here and pickled is not None and are_plain(pickled):
             try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
                 arguments = load_arguments(pickled, list(map(self._buffer, run.buffers)), self._shop.catalogue.resolve)
             except Exception:  # noqa: BLE001  (it comes again when the step has begun)
@@ -242,17 +238,36 @@ class Loop:
         streams, self._next = self._next, None
         if streams is None or streams.place != (run.seed, run.run[1:], run.name, run.step, run.replica):
             streams = Streams(run.seed, run.name, run.step, run.replica, run.run[1:], shop.device.generator)
-        return _Ready(run, replica, streams, enter_replica(shop.strategy, replica, streams), arguments)
+        return run, replica, streams, enter_replica(shop.strategy, replica, streams), arguments
 
     def _call(self, sender: bytes, ready: _Ready) -> Value:
         shop = self._shop
-        with ready.context:
+        run, replica, streams, context, arguments = ready
+        with context:
             before = shop.interrupts.switch(True)
             try:
-                result = self._call_user(sender, ready)
+                function = self._programs.load(sender, run, shop.catalogue.resolve)
+                if arguments is None:
+                    buffers = list(map(self._buffer, run.buffers)) if run.buffers else []
+                    arguments = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
+                args, kwargs = arguments
+                if not shop.device.is_host:
+                    args, kwargs = nest.map_structure(self._bring, (args, kwargs))
+                self._seeds.begin(streams)
+                moment("called", run.run[0])
+                try:
+                    result = function(*args, **kwargs)
+                except BaseException as raised:
+                    if shop.conversation.link.is_inherited:
+                        _end_child(raised)
+                    explain(raised)
+                    raise
+                if shop.conversation.link.is_inherited:
+                    _end_child(None)
+                moment("returned", run.run[0])
             finally:
                 shop.interrupts.switch(before)
-            return to_value(result, Placing(shop.arena), shared=ready.replica.shared)
+            return to_value(result, Placing(shop.arena), shared=replica.shared)
 
     def _buffer(self, array: Array) -> memoryview:
         """The bytes of an argument, which may be written in place without an effect on others. So a nested run gets a
@@ -264,36 +279,13 @@ class Loop:
     def _bring(self, leaf: Any) -> Any:
         return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    def _call_user(self, sender: bytes, ready: _Ready) -> Any:
-        shop, run = self._shop, ready.run
-        function = self._programs.load(sender, run, shop.catalogue.resolve)
-        if ready.arguments is not None:
-            args, kwargs = ready.arguments
-        else:
-            buffers = [self._buffer(array) for array in run.buffers]
-            args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
-        if not shop.device.is_host:
-            args, kwargs = nest.map_structure(self._bring, (args, kwargs))
-        self._seeds.begin(ready.streams)
-        moment("called", run.run[0])
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as raised:
-            if shop.conversation.link.is_inherited:
-                _end_child(raised)
-            explain(raised)
-            raise
-        if shop.conversation.link.is_inherited:
-            _end_child(None)
-        moment("returned", run.run[0])
-        return result
-
 
 def _pickled(shop: WorkerContext, data: bytes | Frame | Array) -> Buffer:
-    if isinstance(data, bytes):
+    if type(data) is bytes:
         return data
-    if isinstance(data, Frame):
+    if type(data) is Frame:
         return data.data
+    assert isinstance(data, Array)
     return data.place.data if isinstance(data.place, Frame) else shop.catalogue.map(data).data
 
 

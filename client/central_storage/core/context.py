@@ -297,7 +297,7 @@ class enter_replica:  # noqa: N801  (a function to its callers; entered at every
     ) -> None:
         reading.epoch = None
         _stack.entries.pop()
-        vars(self._entry[1])["_ended"] = True
+        self._entry[1].__dict__["_ended"] = True
 
 
 class ReplicaContext(Closed):
@@ -323,8 +323,8 @@ class ReplicaContext(Closed):
     _ended = False
 
     def __init__(self, strategy: Strategy, backend: ReplicaBackend | None, streams: Streams | None = None) -> None:
-        # Not one by one: Closed looks at each name, and every run makes a context.
-        vars(self).update(_strategy=strategy, _backend=backend, _streams=streams)
+        own = self.__dict__  # Closed looks at the name of each attribute, and every run makes a context
+        own["_strategy"], own["_backend"], own["_streams"] = strategy, backend, streams
 
     @property
     def backend(self) -> ReplicaBackend:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Numbers", "VariableSet", "VariableSets"]
@@ -32,6 +31,8 @@ class Numbers(tuple[int, ...]):
         self.key = array("q", self).tobytes()
         self._hash = super().__hash__()
         self.members = frozenset(self)
+        #: Whether no number occurs twice.
+        self.are_different = len(self.members) == len(self)
         self._ascending = tuple(sorted(self))
         self._divided: dict[tuple[tuple[int, int], ...], tuple[tuple[int, Numbers], ...]] = {}
 
@@ -74,25 +75,26 @@ class VariableSets:
     """A cache of the last sets."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int], VariableSet] = {}
+        # By the variables. A variable as a key is itself.
+        self._known: dict[tuple[Any, ...], VariableSet] = {}
 
     def find(self, variables: Sequence[object]) -> VariableSet | None:
         """The set of exactly these objects in this order, if it is cached."""
-        if not variables:
+        try:
+            return self._known.get(tuple(variables))
+        except TypeError:  # one of them cannot be a key, so it is no variable
             return None
-        found = self._known.get((len(variables), id(variables[0]), id(variables[-1])))
-        return found if found is not None and all(map(is_, variables, found.variables)) else None
 
     def add(self, variables: Sequence[_Variable]) -> VariableSet:
         """Cache the set of these variables."""
         if len(self._known) >= _KEPT:
             self._known.clear()
-        made = VariableSet(
-            tuple(variables),
+        key = tuple(variables)
+        made = self._known[key] = VariableSet(
+            key,
             Numbers(variable.number for variable in variables),
             all(variable.constraint is None for variable in variables),
         )
-        self._known[len(variables), id(variables[0]), id(variables[-1])] = made
         return made
 
     def forget(self) -> None:

@@ -81,7 +81,10 @@ def warn_deprecated(owner: object, name: str, instead: str) -> None:
 def _caller() -> FrameType:
     frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller without building a whole stack)
     outer = frame.f_back
-    # What :func:`is_ours` says, without a call for each frame.
-    while outer is not None and _is_of_project(str(frame.f_globals.get("__name__")), frame.f_code.co_filename):
-        frame, outer = outer, outer.f_back
+    try:
+        # What :func:`is_ours` says, without a call for each frame.
+        while outer is not None and _is_of_project(str(frame.f_globals["__name__"]), frame.f_code.co_filename):
+            frame, outer = outer, outer.f_back
+    except KeyError:  # a user's code without a module
+        pass
     return frame

@@ -19,7 +19,7 @@ from .checks import fitting, fitting_rows
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ReplicaBackend, Strategy
+    from central_storage.core.backends import ReplicaBackend
 
 __all__ = ["SUMMED", "apply_gradients", "bring", "checked_variable", "unzipped"]
 
@@ -110,7 +110,22 @@ def bring(given: Sequence[Given], combining: Combining) -> None:
         given = [each for each in given if each[2]]
     if backend is None or strategy is None or not given or not given[0][2]:
         return
-    if not _applied_in_place(strategy, backend, given, combining):
+    counts: tuple[tuple[int, int], ...] = ()
+    gradients: list[Any] = []
+    variables: list[Variable] = []
+    for optimizer, each_gradients, each_variables in given:
+        counts += ((handle_id(optimizer)[1], len(each_variables)),)
+        gradients += each_gradients
+        variables += each_variables
+    # If they are exactly the buffers that `gradient_buffers` returned for these variables, nothing has to be checked
+    # one by one.
+    found = strategy.variable_sets.find(variables)
+    are_in_place = (
+        found is not None
+        and found.is_free
+        and backend.apply_buffers(counts, gradients, found.numbers, combining, call_site())
+    )
+    if not are_in_place:
         _apply(backend, given, combining)
 
 
@@ -173,24 +188,6 @@ def _why_not_here(optimizer: Weights) -> str:
     if get_replica_context() is None:
         return "apply_gradients must be called inside a replica function (strategy.run)"
     return f"optimizer {optimizer.name} belongs to another strategy"
-
-
-def _applied_in_place(
-    strategy: Strategy, backend: ReplicaBackend, given: Sequence[Given], combining: Combining
-) -> bool:
-    """Apply the gradients if they are exactly the buffers that ``gradient_buffers`` returned for these variables: then
-    nothing has to be checked one by one. Return whether they were."""
-    counts: tuple[tuple[int, int], ...] = ()
-    gradients: list[Any] = []
-    variables: list[Variable] = []
-    for optimizer, each_gradients, each_variables in given:
-        counts += ((handle_id(optimizer)[1], len(each_variables)),)
-        gradients += each_gradients
-        variables += each_variables
-    found = strategy.variable_sets.find(variables)
-    if found is None or not found.is_free:
-        return False
-    return backend.apply_buffers(counts, gradients, found.numbers, combining, call_site())
 
 
 def _apply(backend: ReplicaBackend, given: Sequence[Given], combining: Combining) -> None:

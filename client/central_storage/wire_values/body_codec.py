@@ -96,15 +96,14 @@ def to_value(
     Raises :class:`ResultError` (a TypeError) that names a part which does not belong to the vocabulary, contains
     itself, or is nested more than 64 deep; and the errors of ``place``.
     """
-    shared = shared or {}
-    if id(obj) not in shared:  # most results are a loss or None
+    if not shared or id(obj) not in shared:  # most results are a loss or None
         if obj is None:
             return _NOTHING
         if type(obj) in _NUMBERS:
             return Value(_packer.pack(obj), ())
         if (scalar := _SCALARS.get(type(obj))) is not None:
             return Value(_packer.pack([_SMALL_ARRAY, scalar, [], obj.tobytes()]), ())  # type: ignore[attr-defined]
-    writer = _Writer(place, shared)
+    writer = _Writer(place, shared or {})
     try:
         body = _packed(writer.write(obj, 0))
     except _Refused as refused:

@@ -62,6 +62,11 @@ class OfRun(Record):
             self.refuse(f"{shown(run)} is not a run: (n,) or (n, k, j, ...)")
 
 
+def run_of(record: Record) -> int:
+    """The number of the script's run that a record belongs to; 0 if it belongs to none."""
+    return record.run[0] if isinstance(record, OfRun) else 0
+
+
 class OfStep(OfRun):
     """Base of the records that say which series a run is a step of: its first run's number, 0 for a run on its own."""
 

@@ -284,12 +284,11 @@ class Mapping:
     def own_pages(self, pagemap: Pagemap, pages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """The pages, of ``pages`` (ranges of whole pages in bytes, ascending), that are copies of this process, because
         it has written or preserved them. Raises OSError if the kernel does not say."""
-        address = self._address
-        return [
-            (first - address, last - address)
-            for start, stop in pages
-            for first, last in pagemap.own_pages(address + start, address + stop)
-        ]
+        address, found = self._address, []
+        for start, stop in pages:
+            for first, last in pagemap.own_pages(address + start, address + stop):
+                found.append((first - address, last - address))
+        return found
 
     def restore(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Give back what this process has written to the pages of these bytes (start, stop): they show the segment

@@ -41,7 +41,8 @@ class Pagemap:
         """
         found: list[tuple[int, int]] = []
         for first in range(start, stop, _AT_ONCE * mmap.PAGESIZE):
-            count = min((stop - first) // mmap.PAGESIZE, _AT_ONCE)
+            left = (stop - first) // mmap.PAGESIZE
+            count = left if left < _AT_ONCE else _AT_ONCE
             entries = os.pread(self._file, count * _ENTRY_NBYTES, first // mmap.PAGESIZE * _ENTRY_NBYTES)
             if len(entries) != count * _ENTRY_NBYTES:
                 raise OSError(f"/proc/self/pagemap has only {len(entries)} bytes for {count} pages")

@@ -40,7 +40,7 @@ _HANDSHAKE = 5000
 _RECONNECT = 10
 # So many messages of one peer of the ROUTER wait to be heard; a true one has a few under way.
 _UNHEARD = 100
-# The longest sleep, in seconds, of a process that has mailboxes: a doorbell could be missed.
+# The longest sleep, in seconds: the doorbell of a mailbox could be missed.
 _LONGEST_SLEEP = 1.0
 # Seconds between two admissions of peers. Those that connect without end wait, so they leave the processors to others.
 # Peers that the supervisor has just introduced do not wait behind them. There is a longer pause if descriptors lack.
@@ -287,13 +287,15 @@ class Channel:
         if now < self._next_look and (received := self._at_hand()) is not None:
             return received
         while True:
-            is_there = bool(self._supervisor.waiting) or self.mailboxes.is_there(quiet)
-            now = time.monotonic()
+            is_there = bool(self._supervisor.waiting) or self.mailboxes.comes(quiet, now)
+            if is_there:
+                now = time.monotonic()
             if is_there and now < self._next_look:
                 self._moment("found")
             else:
                 ready = self._poll(0.0 if is_there else deadline - now, now)
                 self._moment("found" if is_there or not ready else "woken")
+                now = self._looked_at
                 if self._wake in ready:
                     self._on_wake()
                     return None
@@ -314,25 +316,21 @@ class Channel:
 
     def _poll(self, timeout: float, now: float) -> set[int | zmq.Socket[bytes]]:
         """Wait at most ``timeout`` seconds from ``now`` on for anything to read. Note what is ready, and return it."""
-        if self._admission is not None:
+        limit = 0.0 if timeout < 0.0 else timeout if timeout < _LONGEST_SLEEP else _LONGEST_SLEEP
+        # No function is called for what is not due: a process sleeps once or twice in every step.
+        if self._admission is not None and (now >= self._next_sweep or self._next_admission < math.inf):
             self._tend(self._admission, now)
-            timeout = min(timeout, self._next_admission - now)
-        if self.mailboxes:
-            timeout = min(timeout, _LONGEST_SLEEP)
-        if now < self._rests_until:
-            timeout = min(timeout, self._rests_until - now)
-        else:
-            assert self._router is not None
-            self._rests_until = math.inf
-            self._poller.register_socket(self._router)
-        limit = None if timeout == math.inf else max(0.0, timeout)
+            limit = max(0.0, min(limit, self._next_admission - now))
+        if self._rests_until < math.inf:
+            limit = min(limit, self._rest(now))
         if self._while_asleep is None:
             ready = self._poller.poll(limit)
         else:
             with self._while_asleep():
                 ready = self._poller.poll(limit)
         self.mailboxes.awake(ready)
-        self._ready.clear()
+        if self._ready:
+            self._ready.clear()
         for each in ready:
             if not isinstance(each, int):
                 self._ready.append(each)
@@ -347,6 +345,15 @@ class Channel:
             if self._admission.is_full:
                 self._next_admission = self._looked_at + _FULL_PAUSE
         return ready
+
+    def _rest(self, now: float) -> float:
+        """The seconds for which the ROUTER still rests. If there are none, it is heard again from now on."""
+        if now < self._rests_until:
+            return self._rests_until - now
+        assert self._router is not None
+        self._rests_until = math.inf
+        self._poller.register_socket(self._router)
+        return math.inf
 
     def _tend(self, admission: Admission, now: float) -> None:
         """Close what connections have left, and end the pause between two admissions if it is time."""
@@ -368,14 +375,17 @@ class Channel:
                     return Received(SUPERVISOR, record)
                 self._supervisor_speaks = False
             found = self.mailboxes.take()
-            if found is None and self._ready:
+            if found is not None:
+                if self._before_supervisor:
+                    self._before_supervisor -= 1
+                if (received := self._received(*found)) is not None:
+                    return received
+            elif self._ready:
                 self._fetch(self._ready[0])
-                continue
-            if found is None and not (self._supervisor_speaks or self._supervisor.waiting):
+            elif self._supervisor_speaks or self._supervisor.waiting:
+                self._before_supervisor = 0
+            else:
                 return None
-            self._before_supervisor = 0 if found is None else max(0, self._before_supervisor - 1)
-            if found is not None and (received := self._received(*found)) is not None:
-                return received
 
     def _fetch(self, socket: zmq.Socket[bytes]) -> None:
         """Read the next message of a socket. :attr:`mailboxes` keeps its order with the mail of the same sender."""
@@ -437,7 +447,7 @@ class Channel:
             if self._router is not None and peer not in self._dealers:
                 self._charge()
             return None
-        if isinstance(record, messages.MailboxAccepted) and peer in self._dealers:
+        if type(record) is messages.MailboxAccepted and peer in self._dealers:
             self.mailboxes.taken(peer, record)
             return None
         return _made_received((peer, record, parts))

@@ -70,11 +70,13 @@ class Mailbox:
         self.rung = 0
         #: The two directions.
         self.incoming, self.outgoing = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
-        #: The descriptor of this end's doorbell, which is readable after a ring; -1 once closed.
-        self.doorbell, self._other = (here, there) if is_maker else (there, here)
+        #: The descriptors of the doorbells of this end and of the other, readable after a ring; -1 once closed.
+        self.doorbell, self.other = (here, there) if is_maker else (there, here)
         #: How many messages were sent elsewhere. The first one is.
         self.sent = 0
-        self._came = 1  # the opener has received the Offer, or the maker the MailboxAccepted
+        #: How many messages of the other end came elsewhere: the opener has received the Offer, or the maker the
+        #: MailboxAccepted.
+        self.came = 1
         #: Whether the next posted message has to wait for one that was sent elsewhere before it, as far as is known.
         self.must_wait = False
 
@@ -83,30 +85,17 @@ class Mailbox:
         words = (self.incoming if is_incoming else self.outgoing).words
         return ctypes.addressof(ctypes.c_uint64.from_buffer(words, 8 * word))
 
-    def ring(self) -> None:
-        """Wake the reader."""
-        if self._other >= 0:
-            self.rung += 1
-            os.eventfd_write(self._other, 1)
-
     def came_elsewhere(self) -> None:
         """Count a message of the other end that came elsewhere."""
-        self._came += 1
+        self.came += 1
         self.must_wait = False
-
-    def take(self) -> list[bytes] | None:
-        """As :meth:`Incoming.take`."""
-        parts = self.incoming.take(self._came)
-        if parts is None:
-            self.must_wait = self.incoming.has_mail
-        return parts
 
     def close(self) -> None:
         """Close the doorbells. Idempotent."""
         if self.doorbell >= 0:
             os.close(self.doorbell)
-            os.close(self._other)
-            self.doorbell = self._other = -1
+            os.close(self.other)
+            self.doorbell = self.other = -1
 
 
 class Patience:
@@ -126,12 +115,9 @@ class Patience:
         self._pause = 0.0
         self._until = 0.0
 
-    def wait(self, look: Callable[[], object]) -> bool:
-        """Whether ``look`` came true."""
-        if not self._limit:
-            return False
-        before = self._clock()
-        if before < self._until:
+    def wait(self, look: Callable[[], object], before: float) -> bool:
+        """Whether ``look`` came true. ``before`` is the time now."""
+        if not self._limit or before < self._until:
             return False
         deadline = before + self._limit
         while True:
@@ -171,6 +157,8 @@ class Mailboxes(Generic[K]):
         #: The peers that got a message or a mark since the last :meth:`ring`, and their mailboxes.
         self.unrung: list[tuple[K, Mailbox]] = []
         self._boxes: dict[K, Mailbox] = {}
+        #: The same in the order in which a look goes through them.
+        self._in_order: list[tuple[K, Mailbox]] = []
         self._offered: dict[K, Mailbox] = {}
         self._due: deque[tuple[K, Sequence[Buffer] | Mark]] = deque()
         self._rung = 0
@@ -257,6 +245,7 @@ class Mailboxes(Generic[K]):
             self._take_rest(peer, before)
             self._drop(before)
         self._boxes[peer] = box
+        self._in_order = [*self._boxes.items()]
         self._poller.register(box.doorbell, select.POLLIN)
 
     def number(self, peer: K) -> int:
@@ -277,6 +266,7 @@ class Mailboxes(Generic[K]):
         """Use the mailbox with ``peer`` no more, and have ``peer`` see that."""
         if peer in self._boxes:
             box = self._boxes.pop(peer)
+            self._in_order = [*self._boxes.items()]
             self._leave(box)
             self._take_rest(peer, box)
             self._drop(box)
@@ -286,6 +276,7 @@ class Mailboxes(Generic[K]):
         for box in (*self._boxes.values(), *self._offered.values()):
             box.close()
         self._boxes.clear()
+        self._in_order.clear()
         self._offered.clear()
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -330,16 +321,17 @@ class Mailboxes(Generic[K]):
         was there."""
         if not self.unrung:
             return ()
+        unrung, self.unrung = self.unrung, []
         with self._fence:
             pass
         left: list[tuple[K, int]] = []
-        for peer, box in self.unrung:
+        for peer, box in unrung:
             words = box.outgoing.words
-            if words[SLEEPS]:
-                box.ring()
+            if words[SLEEPS] and box.other >= 0:
+                box.rung += 1
+                os.eventfd_write(box.other, 1)
             if words[LEFT]:
                 left.append((peer, box.outgoing.last))
-        self.unrung.clear()
         return left
 
     def sent(self, peer: K) -> None:
@@ -366,11 +358,14 @@ class Mailboxes(Generic[K]):
         the messages of its sender. A message without parts stands for a damaged mailbox."""
         if self._due:
             return self._due.popleft()
-        while (found := self._with_mail()) is not None:
-            peer, box = found
+        for each in self._in_order:
+            peer, box = each
+            incoming = box.incoming
+            has_mark = incoming.words[MARK] != incoming.mark and not box.keeps_marks
+            if not has_mark and (incoming.words[HEAD] == incoming.tail or box.must_wait):
+                continue  # as in _with_mail
             if box.keeps_marks:  # its mark may be older than the message
                 self.stop_attending()
-            incoming = box.incoming
             if incoming.words[MARK] != incoming.mark and (mark := incoming.take_mark()) is not None:
                 return peer, mark
             if (parts := self._take_from(peer, box)) is not None:
@@ -378,8 +373,8 @@ class Mailboxes(Generic[K]):
                 if incoming.words[MARK] != incoming.mark and (mark := incoming.take_mark()) is not None:
                     self._due.append((peer, parts))
                     return peer, mark
-                if parts and len(self._boxes) > 1:  # the others first, next time
-                    self._boxes[peer] = self._boxes.pop(peer)
+                if parts and self._in_order[-1] is not each:  # the others first, next time
+                    self._in_order = [*(other for other in self._in_order if other is not each), each]
                 return peer, parts
         return None
 
@@ -394,16 +389,21 @@ class Mailboxes(Generic[K]):
     def is_there(self, quiet: K | None = None) -> bool:
         """Whether there may be a message to take, now or after polling for a while. If not, the process may sleep:
         every peer except ``quiet`` rings for what it posts. Call :meth:`awake` after the sleep."""
+        return self._with_mail() is not None or self.comes(quiet, time.monotonic())
+
+    def comes(self, quiet: K | None, now: float) -> bool:
+        """As :meth:`is_there`, without a look before the wait: :meth:`take` has just found nothing. ``now`` is the
+        time."""
         if self._due:
             return True
-        if not self._boxes:
+        if not self._in_order:
             return False
+        if self.attend is not None and self.attend():
+            return True
         look = self._with_mail if self.attend is None else self._look  # a process looks often
-        if look():
+        if self._in_order[0][1].spins and self._patience.wait(look, now):
             return True
-        if next(iter(self._boxes.values())).spins and self._patience.wait(look):
-            return True
-        for peer, box in self._boxes.items():
+        for peer, box in self._in_order:
             if peer != quiet:
                 box.incoming.words[SLEEPS] = True
         self._is_asleep = True
@@ -419,7 +419,7 @@ class Mailboxes(Generic[K]):
         if not self._is_asleep:
             return
         self._is_asleep = False
-        for box in self._boxes.values():
+        for _, box in self._in_order:
             box.incoming.words[SLEEPS] = False
             if box.doorbell in ready:
                 self.woken += 1
@@ -433,32 +433,38 @@ class Mailboxes(Generic[K]):
 
     def _with_mail(self) -> tuple[K, Mailbox] | None:
         """A mailbox with a mark or a posted message that can be taken, as far as is known, and its peer."""
-        for peer, box in self._boxes.items():
+        for each in self._in_order:
+            box = each[1]
             incoming = box.incoming
             if incoming.words[MARK] != incoming.mark and not box.keeps_marks:
-                return peer, box
+                return each
             if incoming.words[HEAD] != incoming.tail and not box.must_wait:
-                return peer, box
+                return each
         return None
 
     def _take_from(self, peer: K, box: Mailbox) -> Sequence[Buffer] | None:
         """The next message of ``box``. A damaged mailbox is dropped, and an empty message stands for it."""
+        incoming = box.incoming
         try:
-            return box.take()
+            parts = incoming.take(box.came)
         except PeerProtocolError as error:
             _log.warning("%r: %s", peer, str(error))
             self._boxes.pop(peer, None)
+            self._in_order = [*self._boxes.items()]
             self._leave(box)
-            if (mark := box.incoming.take_mark()) is not None:
+            if (mark := incoming.take_mark()) is not None:
                 self._due.append((peer, mark))
             self._drop(box)
             return ()
+        if parts is None:
+            box.must_wait = incoming.has_mail
+        return parts
 
     def _take_rest(self, peer: K, box: Mailbox) -> None:
         if (mark := box.incoming.take_mark()) is not None:
             self._due.append((peer, mark))
         with suppress(PeerProtocolError):
-            while (parts := box.take()) is not None:
+            while (parts := box.incoming.take(box.came)) is not None:
                 self._due.append((peer, parts))
 
     def _leave(self, box: Mailbox) -> None:

@@ -70,10 +70,9 @@ class Poller(Generic[S]):
             self._used = {socket for socket in self._used if _has_input(socket)}
             ready.update(self._used)
         for descriptor, _ in self._poll.poll(0 if ready else None if timeout is None else 1000 * timeout):
-            socket = self._sockets.get(descriptor)
-            if socket is None:
+            if descriptor not in self._sockets:
                 ready.add(descriptor)
-            elif _has_input(socket):
+            elif _has_input(socket := self._sockets[descriptor]):
                 self._used.add(socket)
                 ready.add(socket)
         return ready

@@ -53,8 +53,9 @@ _UNIT = 64
 NBYTES = 2 * (_WORDS_NBYTES + 256 * 1024)
 
 # The number of messages that went elsewhere before; the bytes of the message; the number of parts. The length of each
-# part follows.
+# part follows. A message has one part at least.
 _PREFIX = struct.Struct("<QII")
+_PREFIX_OF_ONE = struct.Struct("<QIII")
 
 
 class _Prefixes(dict[int, struct.Struct]):
@@ -94,13 +95,13 @@ class Outgoing:
     def mark(self, number: int, body: Buffer = b"") -> bool:
         """Leave a number for the reader, from 1 to 2**63 - 1 and not the one before, and bytes. False if these are too
         many, or if the reader has left."""
-        size = len(body)
-        if self.words[LEFT] or size > MARK_NBYTES:
+        words, size = self.words, len(body)
+        if words[LEFT] or size > MARK_NBYTES:
             return False
-        if size or self.words[BODY]:
-            self.words[BODY] = size
+        if size or words[BODY]:
+            words[BODY] = size
             self._body[:size] = body
-        self.words[MARK] = number
+        words[MARK] = number
         return True
 
     @property
@@ -163,7 +164,7 @@ class Incoming:
         if mark == self.mark:
             return None
         self.mark = mark
-        size = min(self.words[BODY], MARK_NBYTES)  # more cannot come from a writer
+        size = self.words[BODY]  # no writer leaves more than the body has room for
         return _made_mark((mark, bytes(self._body[:size]) if size else b""))
 
     def take(self, elsewhere: int) -> list[bytes] | None:
@@ -178,27 +179,27 @@ class Incoming:
         start, there = tail % self._nbytes, head - tail
         if there > self._nbytes or there <= 0 or there % _UNIT:
             raise _damaged()
-        before, size, count = _PREFIX.unpack_from(self._data, start)
+        before, size, count, first = _PREFIX_OF_ONE.unpack_from(self._data, start)
         if not count:
             tail += self._nbytes - start
             start, there = 0, head - tail
             if there <= 0:
                 raise _damaged()
-            before, size, count = _PREFIX.unpack_from(self._data, 0)
+            before, size, count, first = _PREFIX_OF_ONE.unpack_from(self._data, 0)
         if before > elsewhere:
             return None
         at = start + _PREFIX.size + 4 * count
         end = start + size
         if not count or size > there or at > end or end > self._nbytes:
             raise _damaged()
-        lengths = _PREFIXES[count].unpack_from(self._data, start)[3:]
-        if at + sum(lengths) != end:
+        lengths = _PREFIXES[count].unpack_from(self._data, start)[3:] if count > 1 else ()
+        if at + (sum(lengths) if lengths else first) != end:
             raise _damaged()
         parts = []
         for length in lengths[:-1]:
             parts.append(bytes(self._data[at : at + length]))
             at += length
-        parts.append(bytes(self._data[at:end]))
+        parts += [bytes(self._data[at:end])]
         self.tail = self.words[_TAIL] = tail + size + -size % _UNIT
         return parts
 

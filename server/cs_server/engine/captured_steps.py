@@ -41,7 +41,7 @@ from cs_proto.messages import (
     WaitReport,
     WriteNote,
 )
-from cs_proto.records import replace
+from cs_proto.records import altered, replace
 from cs_server.events import Apply, Command, Commit, Computed, Event, Finished, Received, Send, Tick, Write
 
 from . import dispatch, sessions, stored_steps
@@ -432,7 +432,8 @@ class CapturedSteps:
             return None
         applied, counts = self._applied.copy(), self._counts.copy()
         try:
-            commit = plan.commit_after(self._server, applied, self._server.tables.tally.tickets + self._tickets + 1)
+            ticket = self._server.tables.tally.tickets + self._tickets + 1
+            commit = plan.commit_after(self._server, self._applied, applied, ticket)
         except Exception:  # noqa: BLE001  (the general way meets it again, and says what is wrong)
             return None
         counts[number] += 1
@@ -445,8 +446,9 @@ class CapturedSteps:
         assert self._next is not None
         self._plans.refuse(self._next[0].kind)
 
-    def passed(self, now: float) -> list[Command]:
-        """The answers to the step of :meth:`next_step`, which a program has carried out. The workers have theirs."""
+    def passed(self, now: float) -> Send:
+        """The answer to the controller in the step of :meth:`next_step`, which a program has carried out. The workers
+        have theirs."""
         ground = self._ground
         assert self._next is not None
         assert ground is not None
@@ -454,7 +456,7 @@ class CapturedSteps:
         self._note_step(plan.kind, plan.returns[0], step.run, now)
         self._tickets += bool(plan.kind.commits)
         values = plan.values(self._account.bodies(step.run))
-        return [Send(ground.controller, RunFinished((step.run,), values, None, plan.kind.commits))]
+        return Send(ground.controller, altered(plan.finished, run=(step.run,), values=values))
 
     def _note_step(self, kind: Kind, returned: Return, run: int, began: float) -> None:
         """A step of that kind is the last one. The first replica has ``returned`` that, but for run and value."""

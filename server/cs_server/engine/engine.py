@@ -138,8 +138,8 @@ class Engine:
         :meth:`refuse_steps` if no such step can be carried out so; or another call, or any other event."""
         return self._captured.next_step(base)
 
-    def passed(self, now: float) -> list[Command]:
-        """The commands that follow when the step of :meth:`next_step` has been carried out."""
+    def passed(self, now: float) -> Send:
+        """What follows when the step of :meth:`next_step` has been carried out."""
         return self._captured.passed(now)
 
     def refuse_steps(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from cs_proto import marks
 from cs_proto.codec import MARK_NBYTES
 from cs_proto.frozen import frozen, with_changes
-from cs_proto.messages import Optimizer, Return, Value
+from cs_proto.messages import Optimizer, Return, RunFinished, Value
 from cs_proto.records import altered
 from cs_server.events import Apply, Commit
 
@@ -48,6 +48,8 @@ class Plan:
     def __init__(self, kind: Kind, returns: Sequence[Return], nbytes: int) -> None:
         """``nbytes``: the most that such steps bring to the store."""
         self.kind, self.returns, self.nbytes = kind, tuple(returns), nbytes
+        #: What the controller hears of such a step, but for run and values.
+        self.finished = RunFinished((1,), (), None, kind.commits)
         #: As in a step of it. Another object once commits differ in more than numbers.
         self.alike = object()
         self._values_at = [marks.value_at(record) for record in returns]
@@ -60,13 +62,16 @@ class Plan:
         """What the replicas return in such a step, of which these are the bytes of their marks."""
         return tuple([Value(body[at:], ()) for body, at in zip(bodies, self._values_at, strict=True)])
 
-    def commit_after(self, server: State, applied: defaultdict[int, int], ticket: int) -> Commit | None:
-        """The commit of the next such step; the gradients of tables lie in it where those of the plan do. ``applied``
-        has the steps of each variable set that the tables do not count yet; the new ones are added."""
+    def commit_after(
+        self, server: State, before: defaultdict[int, int], applied: defaultdict[int, int], ticket: int
+    ) -> Commit | None:
+        """The commit of the next such step; the gradients of tables lie in it where those of the plan do. ``before``
+        has the steps of each variable set that the tables do not count yet. The new ones are added to ``applied``,
+        which is a copy."""
         if not self._points:
             return None
         sets, optimizers = server.tables.sets, server.tables.optimizers
-        before, numbers = applied.copy(), list[updates.Numbers]()
+        numbers = list[updates.Numbers]()
         made_of: list[tuple[Optimizer, tuple[int, ...]]] = []
         for first, *_ in self._points:
             steps = updates.by_optimizer(server, applied)
@@ -80,7 +85,8 @@ class Plan:
         if made_of == self._made_of:
             self._operations = _renumbered(self._operations, numbers)
         else:
-            self._operations = [each for each in progress.make(server, self._points, (), before) if type(each) is Apply]
+            made = progress.make(server, self._points, (), before.copy())
+            self._operations = [each for each in made if type(each) is Apply]
             self._made_of, self.alike = made_of, object()
         return Commit(ticket, tuple(self._operations))
 

@@ -607,10 +607,10 @@ def after(times: int) -> Callable[[], bool]:
 def test_patience_ends() -> None:
     clock = Clock()
     patience = Patience(50e-6, lambda: clock.now, clock.give_way)
-    assert not patience.wait(never)
+    assert not patience.wait(never, clock.now)
     assert 4 <= clock.count <= 6
-    assert patience.wait(after(2))
-    assert not Patience(0, lambda: clock.now, clock.give_way).wait(lambda: True)
+    assert patience.wait(after(2), clock.now)
+    assert not Patience(0, lambda: clock.now, clock.give_way).wait(lambda: True, clock.now)
 
 
 def test_who_is_kept_from_the_processor_does_not_try_again_soon() -> None:
@@ -619,7 +619,7 @@ def test_who_is_kept_from_the_processor_does_not_try_again_soon() -> None:
 
     def tries(wanted: bool) -> bool:
         clock.count, clock.yields = 0, iter([0.001] if wanted else [])
-        patience.wait(never)
+        patience.wait(never, clock.now)
         return clock.count > 0
 
     pauses = []

@@ -136,7 +136,7 @@ class Passing(Two):
             assert series
             assert [type(each.record) for each in answers] == [StepFinished] * self.replicas + [RunFinished]
         assert step.is_of_series == bool(series)
-        told: list[Command] = self.short.passed(self.now)
+        told: list[Command] = [self.short.passed(self.now)]
         assert [*map(uncounted, told)] == [*map(uncounted, answers[-1:])]
         assert answers[-1].peer == CONTROLLER
         assert self.takes_over() == [commit.ticket for commit in commits]

@@ -68,7 +68,8 @@ def _in_a_block(interrupts: Interrupts, done: list[str]) -> None:
 
 def _in_a_method(interrupts: Interrupts, done: list[str]) -> None:
     """As the user's code calls a replica."""
-    replica: Any = SimpleNamespace(_thread=threading.get_ident(), _shop=SimpleNamespace(interrupts=interrupts))
+    shop = SimpleNamespace(interrupts=interrupts, thread=threading.get_ident())
+    replica: Any = SimpleNamespace(_shop=shop)
     _whole(_in_two_parts)(replica, done)
 
 

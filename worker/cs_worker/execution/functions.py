@@ -31,7 +31,7 @@ class Functions:
         """``look`` gives the bytes behind a descriptor."""
         self._look = look
         # Those of the controller, and those of nested runs.
-        self._held: dict[bool, _Held] = {}
+        self._held = [_Held(b"", look), _Held(b"", look)]
 
     def load(self, sender: bytes, run: Run, resolve: Resolve) -> Callable[..., Any]:
         """The function of a run that ``sender`` sent; runs the user's code, since unpickling imports.
@@ -40,16 +40,17 @@ class Functions:
         unpickling raises.
         """
         is_nested = len(run.run) > 1
-        held = self._held.get(is_nested)
-        if held is None or held.sender != sender:  # another controller, which has not sent these functions
+        held = self._held[is_nested]
+        if held.sender != sender:  # another controller, which has not sent these functions
             held = self._held[is_nested] = _Held(sender, self._look)
-        function = held.frozen.get(run.digest) if run.frozen else None
-        return held.load(run, resolve) if function is None else function
+        if run.frozen and run.digest in held.frozen:
+            return held.frozen[run.digest]
+        return held.load(run, resolve)
 
     def forget(self, sender: bytes, digests: Iterable[bytes]) -> None:
         """``sender`` does not run these frozen functions again."""
-        held = self._held.get(False)
-        if held is not None and held.sender == sender:
+        held = self._held[False]
+        if held.sender == sender:
             held.forget(digests)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 from types import ModuleType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -54,7 +54,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
     """A method that the user's code calls: in the replica's own thread only, and not torn apart by Ctrl-C."""
 
     def call(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._shop.thread:
             raise ContextError(
                 "a replica's variables, optimizers and context are used in the thread of its function; hand arrays to "
                 "other threads instead"
@@ -90,7 +90,6 @@ class Replica:
         self._shop = shop
         self._run = run.run
         self._sent = run
-        self._thread = threading.get_ident()
         self._notes: list[Note] = []
         # The write notes that no commit can contain, because the replica has not waited since. The values of their
         # variables with these notes applied, if they were read: in host memory, and as the function got them.
@@ -121,7 +120,7 @@ class Replica:
         GPU a copy, made where the variable has changed since the last one; it must not be written to.
 
         Raises MemoryPlanError if the values that are held through the commit take more memory than there is."""
-        if not self._unseen and number not in self._written and threading.get_ident() == self._thread:
+        if not self._unseen and number not in self._written and get_ident() == self._shop.thread:
             catalogue = self._shop.catalogue
             mapped = catalogue.mapped.get(number)
             if mapped is not None:  # the server's memory, seen before: most reads, which change nothing here

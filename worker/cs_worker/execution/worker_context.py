@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,8 @@ class WorkerContext:
     controller: MergeController
     strategy: CentralStorageStrategy
     turns: Baton
+    #: The thread that is the worker.
+    thread: int = field(default_factory=get_ident)
     variable_sets: dict[tuple[int, tuple[int, ...]], OptimizerUpdate] = field(default_factory=dict)
     #: The applies of earlier runs, by all that they are made of: the same come again in every step.
     applies: dict[tuple[object, ...], ApplyPoint] = field(default_factory=dict)

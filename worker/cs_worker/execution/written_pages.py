@@ -84,6 +84,7 @@ class WrittenPages:
         self._name = name
         # By mapping, as long as that lives. To go through a WeakKeyDictionary takes eight calls more, in every run.
         self._shown: dict[ref[Mapping], _Shown] = {}
+        self._nbytes: int | None = 0  # of all their pages; None: not known since they changed
         self._protected: set[int] = set()
         self._pagemap: Pagemap | None = None
         self._is_blind = False
@@ -104,15 +105,20 @@ class WrittenPages:
             return
         key = ref(mapping)
         if key not in self._shown:
-            key = ref(mapping, lambda gone: self._shown.pop(gone, None))
+            key = ref(mapping, self._leave)
             self._shown[key] = _Shown()
         self._shown[key].add(record.number, *found)
+        self._nbytes = None
         if record.number in self._protected:
             mapping.protect([found])
 
     def leave(self, mapping: Mapping) -> None:
         """Variables are preserved in this mapping, and are read from another one from now on."""
-        self._shown.pop(ref(mapping), None)
+        self._leave(ref(mapping))
+
+    def _leave(self, key: ref[Mapping]) -> None:
+        self._shown.pop(key, None)
+        self._nbytes = None
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These variables are freed: others may lie in their places from now on."""
@@ -124,6 +130,7 @@ class WrittenPages:
                 self.look(mapping)
             for number in gone:
                 shown.remove(number)
+        self._nbytes = None
 
     def protect(self, numbers: Iterable[int]) -> None:
         """Make these variables unwritable, here and wherever they are mapped later."""
@@ -154,9 +161,10 @@ class WrittenPages:
             self._look(mapping, shown)
 
     def _look(self, mapping: Mapping, shown: _Shown) -> None:
-        own = self._own_pages(mapping, shown.pages)
+        pages = shown.pages
+        own = self._own_pages(mapping, pages)
         if own is None:
-            mapping.restore(shown.pages)
+            mapping.restore(pages)
             return
         if own:
             for number in _written(mapping, own, shown.ranges):
@@ -165,10 +173,9 @@ class WrittenPages:
     @property
     def are_small(self) -> bool:
         """Whether all variables that were read are so small that looking at them costs next to nothing."""
-        nbytes = 0
-        for shown in list(self._shown.values()):
-            nbytes += shown.nbytes
-        return nbytes <= _SMALL_NBYTES
+        if self._nbytes is None:
+            self._nbytes = sum([shown.nbytes for shown in list(self._shown.values())])
+        return self._nbytes <= _SMALL_NBYTES
 
     def _living(self) -> list[tuple[Mapping, _Shown]]:
         """What was shown in each mapping. A mapping may go at any moment, but not while the list holds it."""
@@ -196,8 +203,9 @@ class WrittenPages:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
         if not self._shown or self._runs >= _RUNS_BETWEEN or self.are_small:
-            for mapping, shown in self._living() if self._shown else ():
-                self._look(mapping, shown)
+            for key, shown in list(self._shown.items()) if self._shown else ():
+                if (mapping := key()) is not None:
+                    self._look(mapping, shown)
             since, self._since, self._runs = self._since, None, 0
         else:
             since = self._since

@@ -58,10 +58,9 @@ class Seeds:
             words = foreseen[1]
         else:
             words = self._set(streams)
-        torch, device = words[-2:].tolist()
-        GENERATORS.seed(torch)
+        GENERATORS.seed(int(words[-2]))
         if self._device is not None:
-            self._device(device & 0xFFFFFFFF)
+            self._device(int(words[-1]) & 0xFFFFFFFF)
 
     def foresee(self, streams: Streams) -> None:
         """The next run is probably this one: set its states now. If it is, and nobody has drawn a number or set a state

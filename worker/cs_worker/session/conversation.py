@@ -69,7 +69,9 @@ class Conversation:
         while (work := session.next_work()) is None:
             if session.waiting_step is not None:
                 self.prepare(session.waiting_step)
-            self._receive(None, session.quiet_peer)
+            received = self.link.receive(None, session.quiet_peer)
+            if received is not None and (outputs := session.hear(*received)):
+                self._carry_out(outputs)
         return work
 
     def begin_run(self, controller: bytes, run: Run) -> None:
@@ -144,9 +146,9 @@ class Conversation:
                 self.session.leave_merge_call(merge_point)
             return found
 
-    def _receive(self, timeout: float | None, quiet: bytes | None = None) -> bool:
+    def _receive(self, timeout: float | None) -> bool:
         """Receive one record and do what follows; False where none came within ``timeout`` seconds."""
-        received = self.link.receive(timeout, quiet)
+        received = self.link.receive(timeout)
         if received is None:
             return False
         if outputs := self.session.hear(*received):

@@ -208,7 +208,7 @@ class SessionCore:
         if not self._work:
             return None
         controller, work = self._work[0]
-        if isinstance(work, Run) and work.series and self._step is not None:
+        if self._step is not None and isinstance(work, Run) and work.series:
             before, step = self._step
             if before == controller and step.series == work.series:
                 # Variables are read without a question, so the step before must have been committed.
@@ -222,9 +222,7 @@ class SessionCore:
         self._run = (controller, run.run)
         self._client = self._peers[controller].client
         self._step, self.quiet_peer = ((controller, run), controller) if run.series else (None, None)
-        self._unclaimed.clear()
-        self._said.clear()
-        self._taken.clear()
+        self._unclaimed, self._said, self._taken = [], [], {}
 
     def end_run(self) -> list[Output]:
         """The run has returned, and its Return has been said."""
@@ -357,7 +355,7 @@ class SessionCore:
             return self._hear_colleague(record)
         who = self._peers.get(sender)
         is_controller = who is not None and who.role == "controller"
-        if isinstance(record, Run) and (len(record.run) > 1 or not is_controller):
+        if type(record) is Run and (not is_controller or len(record.run) > 1):
             return self._hear_nested_run(sender, record)
         if is_controller:
             return self._hear_controller(sender, record)
@@ -424,16 +422,16 @@ class SessionCore:
         return _refuse(COLLEAGUE, record, "no nested run is waiting for it")
 
     def _hear_controller(self, controller: bytes, record: Record) -> list[Output]:
-        if isinstance(record, messages.Cancel):
+        if type(record) is messages.Cancel:
             self._cancelled = (controller, record)
             return [NoteCancel()]
-        if not isinstance(record, Work):
+        if type(record) is not Run and not isinstance(record, Work):
             return _refuse(
                 controller, record, "a worker accepts Prepare, Run, Cancel and Forget from a controller only"
             )
         if controller == self._gone_controller:
             return [Drop(controller, record, "its controller has gone")]
-        if isinstance(record, Run):
+        if type(record) is Run:
             if (controller, record.series) == self._failed:
                 return [Drop(controller, record, "a step before it failed")]
             self._failed = None

@@ -40,15 +40,16 @@ class MarkedReturns:
         self._is_taken = False
         # The base that the last bytes of :meth:`body` name.
         self._named: Return | None = None
-        # A base, and the places in its own notes: a dense step brings the notes of its base again and again.
-        self._own: tuple[Return | None, list[marks.Place]] = (None, [])
+        # A base that is kept and has no name, and the bytes of a mark with its own notes, up to the value: a dense step
+        # brings the notes of its base again and again.
+        self._own: tuple[Return, bytes] | None = None
 
     def said(self, controller: bytes, returned: Return, sent: int) -> None:
         """The server was sent ``returned`` in full, of a run of ``controller``. It was the record number ``sent``."""
         if controller != self._controller:
             self._bases, self._controller = marks.Bases(), controller
         self._sent = sent if self._bases.keep(returned) else _NEVER
-        self._is_taken = False
+        self._is_taken, self._own = False, None
 
     def marked(self, run: Run, body: bytes) -> Callable[[], Return]:
         """The mark with these bytes, the last ones of :meth:`body`, said that ``run`` has returned. The result makes
@@ -63,7 +64,7 @@ class MarkedReturns:
 
     def forget(self) -> None:
         """Another server serves."""
-        self._bases = marks.Bases()
+        self._bases, self._own = marks.Bases(), None
 
     def body(
         self, controller: bytes, run: Run, notes: Sequence[Note], count: int, value: Value, sent: int
@@ -74,14 +75,17 @@ class MarkedReturns:
             return None
         if run.changes or len(run.run) > 1 or value.arrays:
             return None
-        base = self._named = self._bases.find(run.series, run.lookahead, notes, count, run.name)
-        if base is None:
+        given = tuple(notes)
+        if self._own is not None:
+            base, beginning = self._own
+            is_like = (base.series, base.lookahead, base.count) == (run.series, run.lookahead, count)
+            if is_like and base.notes == given:
+                self._named = base
+                return beginning + value.body
+        found = self._named = self._bases.find(run.series, run.lookahead, given, count, run.name)
+        if found is None:
             return None
-        if base.notes != (given := tuple(notes)):
-            places = list(marks.places_of(given))
-        elif base is self._own[0]:
-            places = self._own[1]
-        else:
-            places = list(marks.places_of(given))
-            self._own = base, places
-        return marks.marked(base.run[0], value.body, run.step if base.name else None, places)
+        places = list(marks.places_of(given))
+        if not found.name and found.notes == given:
+            self._own = found, marks.marked(found.run[0], b"", None, places)
+        return marks.marked(found.run[0], value.body, run.step if found.name else None, places)

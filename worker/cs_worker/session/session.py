@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -42,6 +43,7 @@ _UNREAD = 1000
 # The records that may be about a mailbox.
 _ABOUT_MAILBOXES = (messages.Offer, messages.Serving)
 _FINISHED = messages.StepFinished((1,), False)
+_COLLEAGUE_NBYTES = len(COLLEAGUE)
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
 # The worker looks for mail this long before it sleeps, in seconds: longer than a client or server takes to answer.
@@ -62,7 +64,9 @@ class Link:
         #: The processes that may send messages to this worker.
         self.peers: Mapping[bytes, messages.Introduce] = lifeline.peers
         self._gone = gone
-        self._process = os.getpid()
+        #: Whether the user's code forked this process from the worker: nothing that is sent here would ever leave.
+        self.is_inherited = False
+        _links.add(self)
         #: How many records the server was sent.
         self.sent = 0
         self._is_logged = _log.isEnabledFor(logging.DEBUG)  # a process is told at its start; asked at every message
@@ -75,7 +79,7 @@ class Link:
             linger=_LINGER,
             patience=_PATIENCE,
             on_wake=lambda: os.read(doorbell, 64),
-            while_asleep=turns.paused,
+            while_asleep=turns.paused if turns.is_shared else None,
             read_mark=self._step_finished,
         )
         try:
@@ -85,11 +89,6 @@ class Link:
             raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
         self._channel.admit()
         self._channel.connect(SERVER, peers.server_endpoint(config.run_directory))
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
-        return os.getpid() != self._process
 
     def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
         """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit). What
@@ -105,8 +104,8 @@ class Link:
                 )
                 if received is not None:
                     peer, record, _ = received
-                    if not isinstance(record, _ABOUT_MAILBOXES) or not self._is_of_mailbox(peer, record):
-                        return COLLEAGUE if peer.startswith(COLLEAGUE) else peer, record
+                    if type(record) not in _ABOUT_MAILBOXES or not self._is_of_mailbox(peer, record):
+                        return COLLEAGUE if peer[:_COLLEAGUE_NBYTES] == COLLEAGUE else peer, record
             except ShutdownError:
                 self._gone()
             if received is None and time.monotonic() >= deadline:
@@ -193,7 +192,7 @@ class Link:
                 "in the function itself"
             )
         # Before the peer can act on it, as in `mark_server`.
-        moment("sent", record.run[0] if isinstance(record, messages.OfRun) else 0)
+        moment("sent", messages.run_of(record))
         self._channel.send(peer, parts)
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
@@ -204,7 +203,7 @@ class Link:
             if sender != SERVER and not sender.startswith(COLLEAGUE):
                 self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
-        moment("decoded", record.run[0] if isinstance(record, messages.OfRun) else 0)  # 0: it belongs to no run
+        moment("decoded", record.run[0] if type(record) is messages.Run else messages.run_of(record))
         if self._is_logged:
             _log.debug("received from %r: %.300r", sender, record)
         return record
@@ -215,6 +214,15 @@ class Link:
         if self._is_logged:
             _log.debug("received from %r: the mark of run %d", peer, number)
         return altered(_FINISHED, run=(number,))
+
+
+def _inherit() -> None:
+    for link in _links:
+        link.is_inherited = True
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_inherit)
 
 
 def _colleague(worker: messages.Worker) -> bytes:

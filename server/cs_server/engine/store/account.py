@@ -42,8 +42,9 @@ class Account:
 
     def __init__(self, memory: NDArray[np.uint8], replicas: int) -> None:
         """``memory`` has :func:`account_nbytes`, zeros at first, or what an earlier server has left there."""
-        self._words = memory[:_HEAD_NBYTES].view(np.uint64).data
-        self._steps = memory[_HEAD_NBYTES : account_nbytes(replicas)].reshape(STEPS, -1)
+        nbytes = account_nbytes(replicas)
+        self._bytes, self._words = memory.data, memory[:nbytes].view(np.uint64).data
+        self._step_nbytes = (nbytes - _HEAD_NBYTES) // STEPS
         self._address = memory.__array_interface__["data"][0]
         if not self._words[_NUMBER]:
             self._words[_NUMBER] = 1
@@ -66,16 +67,19 @@ class Account:
     def kind(self, run: int) -> tuple[int, tuple[int, ...]]:
         """The kind of a run that is among the last :data:`STEPS`, and how many steps of each kind there were up to this
         one."""
-        kind, *counts = _KIND.unpack_from(self._steps[run % STEPS].data)
+        kind, *counts = _KIND.unpack_from(self._bytes, self._place(run))
         return kind, tuple(counts)
 
     def bodies(self, run: int) -> list[bytes]:
         """What the workers returned of a run that is among the last :data:`STEPS`, by replica."""
-        found, step = [], self._steps[run % STEPS].data
-        for at in range(KIND_NBYTES, len(step), BODY_NBYTES):
-            size = min(int.from_bytes(step[at : at + _WORD_NBYTES], "little"), MARK_NBYTES)
-            found.append(bytes(step[at + _WORD_NBYTES : at + _WORD_NBYTES + size]))
+        found, step = [], self._place(run)
+        for at in range(step + KIND_NBYTES, step + self._step_nbytes, BODY_NBYTES):
+            size, first = self._words[at // _WORD_NBYTES], at + _WORD_NBYTES
+            found.append(bytes(self._bytes[first : first + (size if size < MARK_NBYTES else MARK_NBYTES)]))
         return found
+
+    def _place(self, run: int) -> int:
+        return _HEAD_NBYTES + run % STEPS * self._step_nbytes
 
     @property
     def number_address(self) -> int:
@@ -89,7 +93,7 @@ class Account:
 
     def kind_address(self, run: int) -> int:
         """The address at which a program puts the words of :meth:`kind`."""
-        return int(self._address + _HEAD_NBYTES + run % STEPS * self._steps.shape[1])
+        return int(self._address + self._place(run))
 
     def body_address(self, run: int, replica: int) -> int:
         """The address at which a program puts the :data:`BODY_NBYTES` of a worker."""
