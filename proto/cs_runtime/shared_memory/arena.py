@@ -184,12 +184,16 @@ class Arena:
         The other parts keep their content until their turn comes; a change of ``parts`` frees everything. The ranges
         in ``held`` (whole pages of the arena, ascending) keep their content in every case.
         """
-        self._shared.clear()
-        keep = max(_KEEP_NBYTES // parts, self._used)
-        is_same = parts == self._parts
+        if self._shared:
+            self._shared.clear()
+        used, is_same, touched = self._used, parts == self._parts, self._touched
         self._part, self._parts, self._used, self._held = part, parts, 0, held
-        touched = self._touched
-        if self._mapping is None or not touched or touched[-1][1] - touched[0][0] <= keep:  # most, without a sum
+        if self._mapping is None or not touched:
+            return
+        keep = _KEEP_NBYTES // parts
+        if used > keep:
+            keep = used
+        if touched[-1][1] - touched[0][0] <= keep:  # most, without a sum
             return
         if self.touched_nbytes <= keep:
             return
