@@ -418,6 +418,16 @@ def test_the_end_of_a_run_is_decoded_as_any_record(parts: list[bytes]) -> None:
     assert read(decode_finished) == read(decode)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda header: header + b"\x00", lambda header: header[:-1], lambda header: header[:9]]
+)
+def test_the_end_of_a_run_with_more_or_fewer_bytes_is_refused(change: Callable[[bytes], bytes]) -> None:
+    end = RunFinished((300,), (Value(b"\xc0", ()), Value(b"\xcb12345678", ())), None, 2)
+    [header] = encode(end)
+    with pytest.raises(PeerProtocolError, match="not one msgpack value"):
+        decode_finished([change(bytes(header))])
+
+
 def test_the_end_of_most_steps_is_decoded_without_msgpack(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [RunFinished((1 << n,), (Value(b"\xc0", ()), Value(b"\xcb12345678", ())), None, 2) for n in range(31)]
     monkeypatch.setattr("cs_proto.codec.decode", None)
