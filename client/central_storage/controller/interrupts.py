@@ -80,9 +80,7 @@ class Interrupts:
         if self._depth == 0 and threading.get_ident() == self._main:
             # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 27).
             previous = getsignal(SIGINT)
-            if (
-                previous not in _NO_HANDLERS
-            ):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
+            if previous not in _NO_HANDLERS:  # a user who ignores Ctrl-C, for example, is left alone
                 self._previous = previous
                 self.count = self._taken = 0
                 signal(SIGINT, self._note)
