@@ -26,8 +26,9 @@ __all__ = ["ArgumentsPickler"]
 _ARRAYS = frozenset({np.ndarray, Tensor})
 _SEQUENCES = frozenset({tuple, list})
 _CONSTANTS = frozenset({type(None), bool, int, float, str, bytes})
-# So many patterns are kept. So often one is made, because numbers that always change would make one at every step.
-_MOST, _MOST_TRIES = 8, 32
+# So many patterns are kept. When as many arguments in a row have had none, as with a number that always changes, only
+# every 128th gets one, and that one alone is tried.
+_MOST, _SELDOM = 8, 128
 # A pattern of more nodes takes longer than a pickler, which goes through containers in C.
 _MOST_NODES = 64
 # A pattern keeps its constants, which may be long texts.
@@ -41,7 +42,7 @@ class ArgumentsPickler:
 
     def __init__(self) -> None:
         self._patterns: list[_Pattern] = []
-        self._tries = 0
+        self._vain = 0  # how many arguments have had no pattern since some had one
 
     def dump(
         self, arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], adopt: Adopt
@@ -53,6 +54,8 @@ class ArgumentsPickler:
             data = None if args or kwargs else NO_ARGUMENTS
             for pattern in self._patterns if data is None else ():
                 if (data := pattern.filled(args, kwargs)) is not None:
+                    if not dumped:  # a pattern that the first replica's arguments were given may fit the others'
+                        self._vain = 0
                     break
             dumped.append(self._dump(args, kwargs, adopt) if data is None else (data, ()))
         return dumped
@@ -61,11 +64,12 @@ class ArgumentsPickler:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], adopt: Adopt
     ) -> tuple[bytes, tuple[memoryview, ...]]:
         data, buffers = dump_arguments(args, kwargs, adopt, _in_place)
-        if self._tries < _MOST_TRIES and data[-1:] == PLAIN and not buffers:
-            self._tries += 1
+        self._vain += 1
+        is_usual = self._vain <= _MOST
+        if (is_usual or self._vain % _SELDOM == 0) and data[-1:] == PLAIN and not buffers:
             pattern = _pattern_of(args, kwargs)
             if pattern is not None:
-                self._patterns = [pattern, *self._patterns[: _MOST - 1]]
+                self._patterns = [pattern, *self._patterns[: _MOST - 1]] if is_usual else [pattern]
         return data, buffers
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_sent_is_refused_also_among_known_arguments() -> None:
         pickler.dump([((ONE, (each for each in ())), {})], refuse)
 
 
-def test_numbers_that_always_change_make_no_more_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_always_change_make_few_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     pattern_of = repeated._pattern_of
 
@@ -180,6 +180,9 @@ def test_numbers_that_always_change_make_no_more_patterns(monkeypatch: pytest.Mo
     monkeypatch.setattr(repeated, "_pattern_of", spy)
     pickler = ArgumentsPickler()
     for number in range(200):
-        pickler.dump([((ONE, number), {})], refuse)
-    assert len(made) == repeated._MOST_TRIES
-    assert len(pickler._patterns) == repeated._MOST
+        pickler.dump([((ONE, number), {}), ((OTHER, number), {})], refuse)
+    assert len(made) == 11
+    assert len(pickler._patterns) == 1
+    for _ in range(200):  # and arguments that are repeated afterwards have one
+        pickler.dump([((OTHER, -1), {})], refuse)
+    assert len(made) == 12
