@@ -6,6 +6,7 @@ raises :class:`PeerProtocolError` here, and no other error: this is the only pla
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import msgpack
 from .descriptors import Array
 from .errors import LocalProtocolError, PeerProtocolError
 from .frozen import fields_of, frozen
-from .messages import ApplyPoint, Got, Return, Run, Value  # the module fills the table of records
+from .messages import ApplyPoint, Got, Return, Run, RunFinished, Value  # the module fills the table of records
 from .records import Buffer, Frame, Frames, Record, altered, from_wire, shown
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "WORK_LIMITS",
     "Decoder",
     "Limits",
+    "RunEncoder",
     "answered",
     "decode",
+    "decode_finished",
     "encode",
     "encode_values",
     "pack",
@@ -121,6 +124,44 @@ def encode_values(kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
     return _parts(kind, kind.wire_of, ([], *values), LIMITS)
 
 
+class RunEncoder:
+    """Encodes the Runs of one step after the other as :func:`encode_values` does.
+
+    From step to step a Run often differs only in its two numbers and its arguments. The other fields are compared with
+    those of the Run before, and not encoded again.
+    """
+
+    def __init__(self) -> None:
+        # By replica: the fields before the arguments, without the numbers, those behind the buffers, and both encoded.
+        self._known: list[tuple[tuple[Any, ...], tuple[Any, ...], bytes, bytes]] = []
+
+    def encode(self, runs: Sequence[tuple[Any, ...]]) -> list[list[Buffer]]:
+        """The parts of each message. ``runs`` are the values of the fields of the Run of each replica, which have the
+        same two numbers. Raises LocalProtocolError as :func:`encode` does."""
+        beginning = _RUN + _packer.pack((Run.code, *runs[0][:2]))[1:]
+        self._known = self._known or [_NO_RUN] * len(runs)
+        encoded: list[list[Buffer]] = []
+        for replica, (values, known) in enumerate(zip(runs, self._known, strict=True)):
+            before, arguments, behind = values[2:_ARGUMENTS], values[_ARGUMENTS], values[_ARGUMENTS + 1 :]
+            if known[0] != before or known[1] != behind:
+                encoded.append(self._anew(replica, values))
+            elif type(arguments) is bytes and len(arguments) <= _KNOWN_NBYTES:
+                encoded.append([beginning + known[2] + _packer.pack(arguments) + known[3]])
+            elif type(arguments) is Frame and memoryview(arguments.data).nbytes <= LIMITS.frame_nbytes:
+                encoded.append([beginning + known[2] + _FIRST_FRAME + known[3], arguments.data])
+            else:
+                encoded.append(self._anew(replica, values))
+        return encoded
+
+    def _anew(self, replica: int, values: tuple[Any, ...]) -> list[Buffer]:
+        _, _, _, _, _, function, _, _, buffers, _, _, held, _, changes, _ = values
+        if not (function or buffers or held or changes):
+            wire: Any = Run.wire_of([], *values)
+            first, last = (b"".join(map(pack, part)) for part in (wire[3 : _ARGUMENTS + 1], wire[_ARGUMENTS + 2 :]))
+            self._known[replica] = values[2:_ARGUMENTS], values[_ARGUMENTS + 1 :], first, last
+        return encode_values(Run, values)
+
+
 def _parts(
     kind: type[Record], wire_of: Callable[..., object], arguments: tuple[Any, ...], limits: Limits
 ) -> list[Buffer]:
@@ -196,6 +237,39 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     return record
 
 
+def decode_finished(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
+    """As :func:`decode`, and quick if the record is a RunFinished with short results, as it is after most steps."""
+    header = parts[0] if len(parts) == 1 else b""
+    if type(header) is not bytes or header[:3] != _FINISHED:
+        return decode(parts, limits)
+    try:
+        at = 4 + _NUMBER_NBYTES[header[3]]
+        number = header[3] if at == 4 else int.from_bytes(header[4:at], "big")
+        values: tuple[Value, ...] = ()
+        count, at = header[at] - _ARRAY, at + 1
+        for _ in range(count):
+            begin = at + 4
+            end = begin + header[begin - 1]
+            if header[at : begin - 1] != _SHORT_VALUE or header[end] != _ARRAY:
+                return decode(parts, limits)
+            body, at = header[begin:end], end + 1
+            values += (_nothing() if body == _NOTHING else Value(body, ()),)
+        commits, is_whole = header[at + 1], header[at] == _NIL and not header[at + 2 :]
+    except (IndexError, KeyError):  # bytes lack, or the number is none of a run
+        return decode(parts, limits)
+    if not is_whole or commits > _LARGEST_BYTE or not 0 <= count <= _MOST_ELEMENTS:
+        return decode(parts, limits)
+    made = object.__new__(RunFinished)
+    made.__dict__.update(run=(number,), values=values, error=None, commits=commits)
+    return made
+
+
+@functools.cache
+def _nothing() -> Value:
+    """The Value of None, which most steps return."""
+    return Value(_NOTHING, ())
+
+
 # These hold the beginning of a header: how many fields there are, the code, and a number.
 _BEGINNING_NBYTES = 32
 
@@ -217,12 +291,24 @@ _BEGINNINGS = {
     msgpack.Packer().pack_array_header(1 + len(fields_of(kind))) + bytes([kind.code, 0x91]): kind
     for kind in (Return, Run)
 }
+_RUN = msgpack.Packer().pack_array_header(1 + len(fields_of(Run)))
+# In place of a Run that is known.
+_NO_RUN: tuple[tuple[Any, ...], tuple[Any, ...], bytes, bytes] = (), (), b"", b""
+# Where the arguments are among the fields of a Run, and these arguments where they are the first frame.
+_ARGUMENTS, _FIRST_FRAME = fields_of(Run).index("arguments"), pack({"frame": 0})
 # The first byte of an array of more than 15 elements; two bytes with their number follow.
 _LONG_ARRAY = 0xDC
 _NUMBER_NBYTES = [*(0,) * 128, *(1 << 40,) * 128]  # no header is that long
 _NUMBER_NBYTES[0xCC:0xCF] = 1, 2, 4
 # The msgpack prefixes of up to 255 bytes and of up to 65535.
 _BYTES, _MORE_BYTES = 0xC4, 0xC5
+# The bytes of None, and of an array, to which the number of its elements is added if it is small. The largest number
+# that is its own byte.
+_NIL, _ARRAY, _MOST_ELEMENTS, _LARGEST_BYTE = 0xC0, 0x90, 15, 0x7F
+_NOTHING = bytes([_NIL])
+# How a RunFinished begins, and a Value of up to 255 bytes.
+_FINISHED = bytes([_ARRAY + 1 + len(fields_of(RunFinished)), RunFinished.code, _ARRAY + 1])
+_SHORT_VALUE = bytes([_ARRAY + 1 + len(fields_of(Value)), Value.code, _BYTES])
 # This many messages of either kind are cached, if their headers are small.
 _KNOWN, _KNOWN_NBYTES = 32, 16 * 1024
 

@@ -130,8 +130,6 @@ class Record:
     #: The same as :meth:`to_wire` without building the record: takes ``frames`` and the value of every field. The
     #: values must have been checked before.
     wire_of: ClassVar[Callable[..., object]]
-    #: The values of the fields in order. Every field has to be given by name, and none is checked.
-    values_of: ClassVar[Callable[..., tuple[Any, ...]]]
     _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
 
     def to_wire(self, frames: list[Buffer]) -> object:
@@ -201,13 +199,8 @@ def _compile_at_first_use(cls: type[Record]) -> None:
         _compile_values(cls)
         return cls.wire_of(frames, *values)
 
-    def order(**named: Any) -> tuple[Any, ...]:
-        _compile_values(cls)
-        return cls.values_of(**named)
-
     cls.__init__ = build  # type: ignore[assignment]
     cls.wire_of = staticmethod(write)
-    cls.values_of = staticmethod(order)
     cls._from_wire = read
 
 
@@ -272,7 +265,7 @@ def _compile(cls: type[Record]) -> None:
 
 
 def _compile_values(cls: type[Record]) -> None:
-    """Give a class its ``wire_of`` and its ``values_of``."""
+    """Give a class its ``wire_of``."""
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = {name: _type_of(hints[name]) for name in fields_of(cls)}
     known: dict[str, Any] = {f"_w_{name}": kind.write for name, kind in kinds.items()}
@@ -280,11 +273,8 @@ def _compile_values(cls: type[Record]) -> None:
     parameters = [f"_{name}" for name in kinds]
     written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}", f"_p_{name}") for name, kind in kinds.items())]
     lines = [f"def wire_of({', '.join(['frames', *parameters])}):", f" return ({', '.join(written)},)"]
-    given, returned = ", ".join(["*", *kinds] if kinds else []), "".join(f"{name}, " for name in kinds)
-    lines += [f"def values_of({given}):", f" return ({returned})"]
     exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
     cls.wire_of = staticmethod(known["wire_of"])
-    cls.values_of = staticmethod(known["values_of"])
 
 
 def _wrong(cls: type[Record], name: str, kind: _Type, value: object) -> typing.NoReturn:

@@ -51,6 +51,8 @@ class Trace:
         if os.environ.get("CS_TIMES") == "off":
             self.note = _nothing
         self._words = _nowhere()[0]
+        #: One word, which is not 0 while somebody reads the ring. To look at it before :attr:`note` saves the call.
+        self.watched = self._words[_WATCHED : _WATCHED + 1]
         self._is_attached = False
         # The numbers of the names in the table, which are cut, and of those that were given here.
         self._table: dict[str, int] = {}
@@ -67,6 +69,7 @@ class Trace:
         with self._lock:
             names = (layout.name_of(bytes(text[layout.name_place(number)])) for number in range(count))
             self._text, self._words, self._is_attached = text, words, True
+            self.watched = words[_WATCHED : _WATCHED + 1]
             self._table, self._names = {name: number for number, name in enumerate(names)}, {}
             words[layout.VERSION], words[layout.PLACES] = layout.VERSION_NUMBER, layout.CAPACITY
             words[layout.EPOCH], words[layout.PID] = time.time_ns() - self._clock(), os.getpid()
@@ -80,6 +83,7 @@ class Trace:
         _attach(self, False)
         with self._lock:
             self._words, *_ = nowhere = _nowhere()
+            self.watched = self._words[_WATCHED : _WATCHED + 1]
             self._write_to(*nowhere)
             self._is_attached, self._table, self._names = False, {}, {}
 

@@ -317,8 +317,8 @@ class Playbook:
 
     def _send(self, function: bytes, frozen: bool) -> list[Command]:
         beginning = self.core.next_run(self.series, NAME, digest_of(function), frozen)
-        said = [
-            Run.values_of(
+        runs = [
+            Run(
                 run=beginning.run,
                 step=beginning.step,
                 replica=replica,
@@ -337,6 +337,7 @@ class Playbook:
             )
             for replica, lacks in enumerate(beginning.lacks)
         ]
+        said = [tuple(run.__dict__.values()) for run in runs]
         encoded = self.core.begin_run(self.series, beginning, said, function, [])
         return [Post(peer, decode(parts, WORK_LIMITS)) for peer, parts in encoded]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgpack
 import numpy as np
@@ -15,7 +15,17 @@ from tests.harness.examples import examples
 from tests.harness.record_strategies import any_record
 
 from cs_proto.arrays import Array, array_of, bytes_array
-from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, answered, decode, encode, encode_values
+from cs_proto.codec import (
+    BULK_LIMITS,
+    LIMITS,
+    Limits,
+    RunEncoder,
+    answered,
+    decode,
+    decode_finished,
+    encode,
+    encode_values,
+)
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import (
     PROTOCOL,
@@ -23,18 +33,21 @@ from cs_proto.messages import (
     Assign,
     Cancel,
     Configure,
+    Error,
     Get,
     Goodbye,
     Got,
     Introduce,
+    OptimizerChange,
     Output,
     ReducePoint,
     Run,
+    RunFinished,
     Shutdown,
     Statistics,
     Value,
 )
-from cs_proto.records import RECORDS, Buffer, Frame, Record
+from cs_proto.records import RECORDS, Buffer, Frame, Record, replace
 
 ARRAY = array_of(np.arange(6, dtype=np.float32).reshape(2, 3))
 ASK = Ask((5,), 0, 1, (), ReducePoint(0, "train.py:12", "SUM", (ARRAY, ARRAY)))
@@ -319,14 +332,106 @@ def test_values_are_encoded_as_the_record_of_them_is(record: Record) -> None:
     assert list(map(bytes, encode_values(type(record), values))) == list(map(bytes, encode(record)))
 
 
-def test_values_are_put_in_order_by_name_and_none_may_be_missing() -> None:
-    record = Assign("c", 1, 2, "assign", bytes_array(b"x"))
-    values = record.__dict__
-    assert Assign.values_of(**dict(reversed(values.items()))) == tuple(values.values())
-    with pytest.raises(TypeError, match="indices"):
-        Assign.values_of(client="c", sequence=1, variable=2, op="assign", value=record.value)
-    with pytest.raises(TypeError, match="rows"):
-        Assign.values_of(**values, rows=None)
+#: What changes in a Run now and then, and what nobody sends at every step.
+CHANGES = {
+    "seed": [7, 8],
+    "digest": [bytes(16), b"d" * 16],
+    "function": [None, None, bytes_array(b"function")],
+    "frozen": [True, False],
+    "buffers": [(), (), (bytes_array(b"buffer"),)],
+    "series": [0, 1],
+    "lookahead": [0, 2],
+    "held": [(), (), ((0, 1 << 20),)],
+    "name": ["step", "other"],
+    "changes": [(), (), (OptimizerChange(1, (("learning_rate", 0.5),)),)],
+    "check_numerics": ["off", "warn"],
+}
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Run]:
+    """The Runs of one step, most of which are like those of every other."""
+    run, step = (draw(st.sampled_from([1, 127, 128, 1 << 20, 1 << 40])) for _ in range(2))
+    changed = draw(st.none() | st.sampled_from(list(CHANGES)))
+    common = {name: values[0] for name, values in CHANGES.items()}
+    common |= {} if changed is None else {changed: draw(st.sampled_from(CHANGES[changed]))}
+    pickled = st.binary(max_size=300)
+    arguments = pickled | pickled.map(Frame) | pickled.map(bytes_array) | st.just(bytes(1 << 16))
+    return [Run((run,), step, replica, arguments=draw(arguments), **common) for replica in range(2)]
+
+
+@given(st.lists(steps(), max_size=20))
+def test_runs_are_encoded_as_one_by_one(said: list[list[Run]]) -> None:
+    encoder = RunEncoder()
+    for runs in said:
+        encoded = encoder.encode([tuple(run.__dict__.values()) for run in runs])
+        assert [list(map(bytes, parts)) for parts in encoded] == [list(map(bytes, encode(run))) for run in runs]
+
+
+def test_of_a_run_like_the_one_before_only_its_numbers_and_arguments_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = Run((1,), 0, 0, 7, bytes(16), None, True, b"first", ())
+    encoder = RunEncoder()
+    encoder.encode([tuple(first.__dict__.values())])
+    monkeypatch.setattr("cs_proto.codec.encode_values", None)
+    for number, arguments in ((2, b"second"), (300, Frame(b"third")), (1 << 40, b"")):
+        run = replace(first, run=(number,), step=number, arguments=arguments)
+        [parts] = encoder.encode([tuple(run.__dict__.values())])
+        assert decode(parts) == run
+
+
+@pytest.mark.parametrize("arguments", [bytes(5 << 20), Frame(bytes(65 << 20))])
+def test_arguments_that_are_too_large_are_refused_also_in_a_run_that_is_known(arguments: bytes | Frame) -> None:
+    values = Run((1,), 0, 0, 7, bytes(16), None, True, b"first", ()).__dict__
+    encoder = RunEncoder()
+    encoder.encode([tuple(values.values())])
+    with pytest.raises(LocalProtocolError, match=r"a Run (with a header of|cannot be sent: frame 0 has)"):
+        encoder.encode([tuple((values | {"arguments": arguments}).values())])
+
+
+@st.composite
+def finished(draw: st.DrawFn) -> list[bytes]:
+    """A RunFinished, often with a byte changed, left out or added."""
+    bodies = st.just(b"\xc0") | st.binary(max_size=12) | st.just(bytes(300))
+    arrays = st.sampled_from([(), (), (bytes_array(b"result"),)])
+    values = tuple(draw(st.lists(st.builds(Value, bodies, arrays), max_size=3) | st.just([Value(b"\xc0", ())] * 17)))
+    error = draw(st.sampled_from([None, None, Error("ValueError", "no", None, "", 0, 0, "")]))
+    run = draw(st.sampled_from([(1,), (127,), (128,), (1 << 20,), (1 << 40,), (5, 0, 0)]))
+    commits = draw(st.sampled_from([0, 1, 127, 128, 1 << 40]))
+    header, *frames = [bytes(part) for part in encode(RunFinished(run, () if error else values, error, commits))]
+    at = draw(st.integers(0, len(header)))
+    new = draw(st.sampled_from([b"", b"\x00", b"\x90", b"\xc0", b"\xc4", b"\xff", header[at : at + 1] * 2]))
+    if draw(st.booleans()):
+        header = header[:at] + new + header[at + 1 :]
+    return [header, *frames, *draw(st.sampled_from([(), (), (b"more",)]))]
+
+
+@given(finished() | any_record().map(encode))
+def test_the_end_of_a_run_is_decoded_as_any_record(parts: list[bytes]) -> None:
+    def read(decoded: Callable[[list[bytes]], Record]) -> Record | str:
+        try:
+            return decoded(parts)
+        except PeerProtocolError as error:
+            return str(error)
+
+    assert read(decode_finished) == read(decode)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda header: header + b"\x00", lambda header: header[:-1], lambda header: header[:9]]
+)
+def test_the_end_of_a_run_with_more_or_fewer_bytes_is_refused(change: Callable[[bytes], bytes]) -> None:
+    end = RunFinished((300,), (Value(b"\xc0", ()), Value(b"\xcb12345678", ())), None, 2)
+    [header] = encode(end)
+    with pytest.raises(PeerProtocolError, match="not one msgpack value"):
+        decode_finished([change(bytes(header))])
+
+
+def test_the_end_of_most_steps_is_decoded_without_msgpack(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [RunFinished((1 << n,), (Value(b"\xc0", ()), Value(b"\xcb12345678", ())), None, 2) for n in range(31)]
+    monkeypatch.setattr("cs_proto.codec.decode", None)
+    assert [decode_finished(encode(end)) for end in ends] == ends
 
 
 def test_this_process_is_told_what_it_may_not_say() -> None:

@@ -53,6 +53,18 @@ def test_moments_have_their_time_their_name_and_their_run() -> None:
     assert [each.when for each in moments] == sorted(each.when for each in moments)
 
 
+def test_its_owner_sees_whether_somebody_reads() -> None:
+    memory, made = empty(is_watched=False), Trace()
+    words = memory.cast("Q")
+    seen = [made.watched[0]]
+    made.attach(memory)
+    for is_watched in (False, True, False, True):
+        words[layout.WATCHED] = is_watched
+        seen.append(made.watched[0])
+    made.detach()
+    assert [*seen, made.watched[0]] == [0, 0, 1, 0, 1, 0]
+
+
 def test_nothing_is_noted_while_nobody_reads() -> None:
     memory = empty(is_watched=False)
     words = memory.cast("Q")

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from central_storage.core.pipeline import Sent, Series
+from central_storage.core.pipeline import Sent, Series, made_sent
 from cs_proto import messages
-from cs_proto.codec import encode_values
+from cs_proto.codec import RunEncoder
 from cs_proto.errors import ReplicaLostError
 from cs_proto.failures import last_lines
 from cs_proto.function_cache import HeldFunctions
@@ -69,6 +70,9 @@ class Beginning(NamedTuple):
     function: tuple[bytes, bool]
 
 
+_made_beginning = partial(tuple.__new__, Beginning)  # as made_sent
+
+
 class ControllerCore:
     """One controller's conversation with its service, from Hello on."""
 
@@ -83,8 +87,8 @@ class ControllerCore:
         #: A write that Ctrl-C left unanswered, and that :meth:`finish_write` waits for.
         self.left_off: Question | None = None
         self._deaths = Liveness()
-        #: Raises :class:`ReplicaLostError` if no run can begin, because a worker died for good.
-        self.refuse_lost = self._deaths.refuse
+        #: The workers that died for good. With one no run can begin, and ``refuse_lost`` raises ReplicaLostError.
+        self.lost, self.refuse_lost = self._deaths.died, self._deaths.refuse
         self._server_pid = 0
         self._welcome: messages.Welcome | None = None
         #: The workers in replica order, each as the latest incarnation that the server has named.
@@ -93,13 +97,17 @@ class ControllerCore:
         # What each worker holds; and the function of the last run, which needs no further account in the next one.
         self._held: list[HeldFunctions] = []
         self._held_last: tuple[bytes, bool] | None = None
+        self._lacks: list[bool] = []  # whether each worker lacks that one
+        self._encoder = RunEncoder()
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
-        self._where: tuple[list[str], str] | None = None
+        #: The ``sys.path`` and the directory of the script that the workers know; None before they do.
+        self.where: tuple[list[str], str] | None = None
         #: The number of the last run that was begun here or by an earlier controller; 0 if there was none.
         self.run = 0
         #: The runs by the name of their function, continued from a restored checkpoint, without steps that never began.
         self.steps: Counter[str] = Counter()
-        self._latest: Series | None = None  # the one of which runs may be unanswered
+        #: The series of which runs may be unanswered.
+        self.latest: Series | None = None
         self._early: dict[RunId, RunFinished] = {}  # what came of runs that has not been read yet
         # What another server is told again, as long as the run is unanswered.
         self._told: list[messages.Resent | messages.WaitReport] = []
@@ -145,9 +153,9 @@ class ControllerCore:
 
     def prepare(self, path: list[str], directory: str) -> list[Command]:
         """Tell the workers where the script lives, if that has changed: its ``sys.path`` and directory."""
-        if self._in_process or (self._where is not None and self._where[0] == path and self._where[1] == directory):
+        if self._in_process or self.where == (path, directory):
             return []
-        self._where = ([*path], directory)
+        self.where = ([*path], directory)
         self._prepared = messages.Prepare(tuple(map(str, path)), directory)
         return self._to_workers(self._prepared)
 
@@ -155,13 +163,14 @@ class ControllerCore:
         """The numbers of the next run, of the function ``digest``. Nothing is counted before :meth:`begin_run`."""
         run, parts, function = self.run + 1, series.lookahead + 1, (digest, frozen)
         first = series.number or run
-        lacks, holds = [False] * len(self._held), self._held
+        lacks, holds = self._lacks, self._held
         if function != self._held_last:
             touched = [held.touch(digest, frozen) for held in holds]
             lacks, holds = [not is_held for is_held, _ in touched], [after for _, after in touched]
         number = first if series.lookahead else 0
         part = (run - first) % parts
-        return Beginning((run,), name, self.steps[name], number, series.lookahead, part, parts, lacks, holds, function)
+        step = self.steps[name]
+        return _made_beginning(((run,), name, step, number, series.lookahead, part, parts, lacks, holds, function))
 
     def begin_run(
         self,
@@ -174,21 +183,22 @@ class ControllerCore:
         """Begin the run. Returns the workers and the messages for them. ``said`` has the values of each replica's Run;
         the pickled ``function`` and the pickled ``arguments`` are kept until the run is over. Raises LocalProtocolError
         where one of the messages is too large, and then no replica begins."""
-        encoded = [(peer, encode_values(Run, values)) for peer, values in zip(self._peers, said, strict=True)]
-        sent = Sent(beginning.run, beginning.name, said, function, arguments, self._held if series.lookahead else [])
+        encoded = self._encoder.encode(said)
+        held = self._held if series.lookahead else []
+        sent = made_sent((beginning.run, beginning.name, said, function, arguments, held))
         self.run = beginning.run[0]
         if beginning.function != self._held_last:
             self._now_hold(beginning.holds, beginning.function)
         self.steps[beginning.name] = beginning.step + 1
         series.number = series.number or self.run
         series.unanswered.append(sent)
-        self._latest = series
-        return encoded
+        self.latest = series
+        return [*zip(self._peers, encoded, strict=True)]
 
     def unsettled(self, series: Series | None) -> Series | None:
         """The steps for which an operation has to wait first, unless it is one of the same ``series``. None while
         results are read, which may need operations."""
-        latest = self._latest
+        latest = self.latest
         if latest is None or latest is series or not latest.unanswered:
             return None
         return None if any(isinstance(wait, Settling) and wait.is_reading for wait in self._waits) else latest
@@ -196,12 +206,14 @@ class ControllerCore:
     @property
     def has_unanswered(self) -> bool:
         """Whether runs are unanswered, also the one whose results are being read: the server may refuse writes."""
-        return self._latest is not None and bool(self._latest.unanswered)
+        return self.latest is not None and bool(self.latest.unanswered)
 
     def settle(self, series: Series, left: int, now: float, *, cancel: bool = False) -> tuple[Settling, list[Command]]:
         """Wait until at most ``left`` runs of ``series`` are unanswered; or ``cancel`` them and wait for all."""
         wait = Settling(series, left, not self._in_process, now, self._run_pace)
         self._waits.append(wait)
+        if len(series.unanswered) > left and not cancel and not self._early:
+            return wait, []
         if not cancel or not series.unanswered:
             return wait, self._advance(wait)
         return wait, [*self._cancel(wait), *self._advance(wait)]
@@ -209,12 +221,14 @@ class ControllerCore:
     def delivered(self, outcome: list[Any] | BaseException, now: float) -> list[Command]:
         """What came of the first unanswered run has been read: the results, or what to raise in their place."""
         wait = self._waits[-1]
-        assert isinstance(wait, Settling)
+        assert type(wait) is Settling
         series = wait.series
         wait.is_reading = False
         sent = series.unanswered[0]
         if self._early.pop(sent.run).error is None:
             series.answered(outcome)
+            if not series.unanswered:
+                self.latest = None
         else:
             assert isinstance(outcome, BaseException)
             dropped = self._drop(series, outcome)
@@ -223,10 +237,11 @@ class ControllerCore:
         if self._told:
             unanswered = [sent.run for sent in series.unanswered]
             self._told = [told for told in self._told if told.run in unanswered]
-        commands = self._advance(wait)
-        if not wait.is_over:
-            wait.restart(now)
-        return commands
+        if not wait.cancelled and len(series.unanswered) <= wait.left:
+            wait.is_over = True
+            return []
+        wait.restart(now)
+        return self._advance(wait)
 
     def fail(self, wait: Settling, error: BaseException) -> list[Command]:
         """The runs of ``wait`` are given up: the first of them fails with ``error``, the rest never begin."""
@@ -237,19 +252,25 @@ class ControllerCore:
 
     def leave(self, wait: Wait) -> None:
         """``wait`` is over, or the script does not wait any longer."""
-        del self._waits[self._waits.index(wait) :]
+        if self._waits[-1] is wait:
+            del self._waits[-1]
+        else:
+            del self._waits[self._waits.index(wait) :]
 
     # --- what happens while the script waits --------------------------------------------------------------------------
 
     def pause(self, now: float) -> float:
         """Seconds until :meth:`tick` has something to do if nothing is heard; 0 if it has now."""
         wait = self._waits[-1]
-        if not isinstance(wait, Settling):
-            return max(0.0, wait.due - now)
-        if self._early and wait.series.unanswered[0].run in self._early:
+        if type(wait) is not Settling:
+            due = wait.due
+        elif self._early and wait.series.unanswered[0].run in self._early:
             return 0.0
-        due = wait.started + _LATE_AFTER if wait.is_unreported else wait.due
-        return max(0.0, min(due, self._deaths.deadline) - now)
+        else:
+            due = wait.started + _LATE_AFTER if wait.is_unreported else wait.due
+            if due > self._deaths.deadline:
+                due = self._deaths.deadline
+        return due - now if due > now else 0.0
 
     def tick(self, now: float) -> list[Command]:
         """Time has passed."""
@@ -297,13 +318,13 @@ class ControllerCore:
 
     def hear(self, record: Record, now: float) -> list[Command]:
         """A record came, from the server, a worker or the supervisor."""
-        if isinstance(record, RunFinished):
-            for sent in self._latest.unanswered if self._latest is not None else ():
+        if type(record) is RunFinished:
+            for sent in self.latest.unanswered if self.latest is not None else ():
                 if sent.run == record.run:
                     self._early[sent.run] = record
                     break
             wait = self._waits[-1] if self._waits else None
-            return self._advance(wait) if isinstance(wait, Settling) else []
+            return self._next(wait) if type(wait) is Settling and not wait.is_over else []
         if isinstance(record, messages.WorkerRestarted):
             return self._take_up(record)
         if isinstance(record, Died):
@@ -372,7 +393,7 @@ class ControllerCore:
         if self._prepared is not None:
             commands.append(Post(name, self._prepared))
         holds, is_first = HeldFunctions(), True
-        unanswered = self._latest.unanswered if self._latest is not None else deque[Sent]()
+        unanswered = self.latest.unanswered if self.latest is not None else deque[Sent]()
         for place, sent in enumerate(list(unanswered)):
             if sent.held:
                 unanswered[place] = sent._replace(held=_replaced(sent.held, replica, holds))  # noqa: SLF001
@@ -426,11 +447,14 @@ class ControllerCore:
         if len(unanswered) <= (0 if wait.cancelled else wait.left):
             wait.is_over = True
             return [Fail(KeyboardInterrupt)] if wait.was_interrupted else []
-        finished = self._early.get(unanswered[0].run)
-        if finished is None or wait.is_reading:
+        return self._next(wait)
+
+    def _next(self, wait: Settling) -> list[Command]:
+        """Read the results of the first unanswered run of ``wait``, if they have come."""
+        if wait.is_reading or (run := wait.series.unanswered[0].run) not in self._early:
             return []
         wait.is_reading = True
-        return [Deliver(finished)]
+        return [Deliver(self._early[run])]
 
     def _drop(self, series: Series, error: BaseException) -> list[Sent]:
         """The first unanswered run has failed; the rest, which never begin."""
@@ -442,6 +466,8 @@ class ControllerCore:
         """The workers hold these functions from now on. ``last`` is the function of the last run, which all of them
         hold; None if a worker may have lost it since."""
         self._held, self._held_last = held, last
+        if len(self._lacks) != len(held):
+            self._lacks = [False] * len(held)
 
     def _cancel(self, wait: Settling) -> list[Command]:
         """Tell the server to give up what is not over, and ask a question that it answers when it has heard."""
@@ -460,7 +486,7 @@ class ControllerCore:
     def _whom(self, now: float, is_cancelled: bool) -> str:
         """Of whom is known that a wait is for them, to end its name with."""
         restarts = self._deaths.restarts_named()
-        unanswered = self._latest.unanswered if self._latest is not None else ()
+        unanswered = self.latest.unanswered if self.latest is not None else ()
         if not unanswered or self._in_process:
             return restarts
         said, when = self._awaited_for or (None, 0.0)

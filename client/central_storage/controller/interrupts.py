@@ -17,6 +17,9 @@ from typing import Any, Self
 
 __all__ = ["Interrupts"]
 
+# What ``_signal`` has in place of a handler: None for one that is not Python's, and the numbers of SIG_DFL and SIG_IGN.
+_NO_HANDLERS = (None, 0, 1)
+
 
 class Interrupts:
     """Counts Ctrl-C for the length of a ``with`` block. Outside the main thread it does nothing: signals go there."""
@@ -77,7 +80,7 @@ class Interrupts:
         if self._depth == 0 and threading.get_ident() == self._main:
             # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 27).
             previous = getsignal(SIGINT)
-            if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
+            if previous not in _NO_HANDLERS:  # a user who ignores Ctrl-C, for example, is left alone
                 self._previous = previous
                 self.count = self._taken = 0
                 signal(SIGINT, self._note)

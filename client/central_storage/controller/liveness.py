@@ -22,7 +22,8 @@ class Liveness:
     """Workers that died for good, and those in whose place another is being started."""
 
     def __init__(self) -> None:
-        self._died: dict[int, Died] = {}
+        #: By replica, the workers that died for good.
+        self.died: dict[int, Died] = {}
         self._restarting: dict[int, Died] = {}
         self._server: Died | None = None
         #: When a run is given up, after which :meth:`refuse` raises; infinite while every worker lives or is being
@@ -44,7 +45,7 @@ class Liveness:
                 self._restarting[died.rank] = died
         else:
             self._restarting.pop(died.rank, None)
-            self._died[died.rank] = died
+            self.died[died.rank] = died
             self.deadline = now + _LOST_TIMEOUT
 
     def server_serves(self) -> None:
@@ -59,11 +60,11 @@ class Liveness:
 
     def has_worker(self, replica: int) -> bool:
         """Whether somebody lives who is that replica, as far as is known."""
-        return replica not in self._died and replica not in self._restarting
+        return replica not in self.died and replica not in self._restarting
 
     def refuse(self) -> None:
         """Raise :class:`ReplicaLostError` where a worker died for good."""
-        for died in self._died.values():
+        for died in self.died.values():
             raise ReplicaLostError(
                 f"replica {died.rank} (worker w{died.rank}, {pid_of(died)}) ended by {died.cause}. Committed "
                 "updates are kept, and variables can still be read; make a new CentralStorageStrategy to continue "
@@ -72,7 +73,7 @@ class Liveness:
 
     def first(self) -> str:
         """The first of them, in words."""
-        for died in self._died.values():
+        for died in self.died.values():
             return f"worker w{died.rank} ({pid_of(died)}) had ended by {died.cause}"
         return "nothing was said about why"
 

@@ -23,10 +23,11 @@ from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.core.random_streams import function_name
 from central_storage.diagnostics.callers import warn
 from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
-from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
+from central_storage.pickling.pickler import Adopt, digest, dump_function
+from central_storage.pickling.repeated import ArgumentsPickler
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
-from cs_proto.messages import NumericsCheck, OptimizerChange, Run
+from cs_proto.messages import NumericsCheck, OptimizerChange
 from cs_proto.records import Frame
 
 from .session import Session
@@ -51,6 +52,7 @@ class Runs:
         self._warned: set[object] = set()
         self._forget = forget
         self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
+        self._arguments = ArgumentsPickler()
         self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
@@ -61,50 +63,41 @@ class Runs:
         """Send the next run of ``series``, with ``changes`` of hyperparameters. Raises where it cannot begin in every
         replica, and then begins in none."""
         session, core = self._session, self._session.core
-        core.refuse_lost()
-        session.moment("begun", core.run + 1)
-        data, hashed, holds = self._pickle(function)
-        frozen = isinstance(function, Function)
+        if core.lost:
+            core.refuse_lost()
+        trace = session.trace
+        if trace.watched[0]:
+            trace.note("begun", core.run + 1)
+        if frozen := isinstance(function, Function):
+            data, hashed, holds, name = function.pickle_for(self, partial(self._freeze, function))
+        else:
+            data, hashed, holds, name = self._pickle(function, function)
         # A frozen function lives on in the workers, where it may keep what it is given.
         adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
-        pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
+        pickles = self._arguments.dump(arguments, adopt)
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
-        session.moment("pickled", core.run + 1)
-        if commands := core.prepare(sys.path, os.getcwd()):
-            session.carry_out(commands)
-        beginning = core.next_run(series, function_name(function), hashed, frozen)
-        run, name, step, first, lookahead, part, parts, lacks, *_ = beginning
+        if trace.watched[0]:
+            trace.note("pickled", core.run + 1)
+        if core.where != (sys.path, directory := os.getcwd()):
+            session.carry_out(core.prepare(sys.path, directory))
+        beginning = core.next_run(series, name, hashed, frozen)
+        run, _, step, first, lookahead, part, parts, lacks, *_ = beginning
         session.arena.reset(part, parts)
         share = session.arena.share
         new = tuple([OptimizerChange(number, tuple(given.items())) for number, given in changes]) if changes else ()
-        said = []
+        said: list[tuple[Any, ...]] = []
         for replica, (pickled, buffers) in enumerate(pickles):
             there: bytes | Frame | Array = pickled
             carried, leases = share(data) if lacks[replica] else None, session.results[replica]
-            if len(pickled) > _SMALL_NBYTES:
-                there = Frame(pickled) if len(pickled) <= INLINE_NBYTES else share(pickled)
-            said.append(
-                Run.values_of(
-                    run=run,
-                    step=step,
-                    replica=replica,
-                    seed=self.seed,
-                    digest=hashed,
-                    function=carried,
-                    frozen=frozen,
-                    arguments=there,
-                    buffers=tuple(map(share, buffers)) if buffers else (),
-                    series=first,
-                    lookahead=lookahead,
-                    held=leases.held() if leases.ranges else (),
-                    name=name,
-                    changes=new,
-                    check_numerics=self.check_numerics,
-                )
-            )
+            if (size := len(pickled)) > _SMALL_NBYTES:
+                there = Frame(pickled) if size <= INLINE_NBYTES else share(pickled)
+            places = tuple(map(share, buffers)) if buffers else ()
+            held = leases.held() if leases.ranges else ()
+            values = run, step, replica, self.seed, hashed, carried, frozen, there, places  # as the fields of a Run
+            said.append((*values, first, lookahead, held, name, new, self.check_numerics))
         session.send_run(core.begin_run(series, beginning, said, data, pickles))
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
@@ -133,21 +126,19 @@ class Runs:
         for pickles in list(self._pickles.values()):
             drop_stale(pickles, self)
 
-    def _freeze(self, pickles: Pickles, function: Callable[..., Any]) -> Pickled:
-        self._pickles[id(pickles)] = pickles
-        made = self._pickle(function)
+    def _freeze(self, function: Function, python_function: Callable[..., Any]) -> Pickled:
+        self._pickles[id(function.pickles)] = function.pickles
+        made = self._pickle(python_function, function)
         self._frozen[made.digest] += 1
         made.holds.add(Hold(self._forget, "function", made.digest))
         return made
 
-    def _pickle(self, function: Callable[..., Any]) -> Pickled:
-        if isinstance(function, Function):
-            return function.pickle_for(self, partial(self._freeze, function.pickles))
+    def _pickle(self, function: Callable[..., Any], named: Callable[..., Any]) -> Pickled:
         holds: set[Hold] = set()
         data = dump_function(function, partial(self._adopt_into, holds))
         if len(data) > _LARGE_NBYTES:
             self._warn_of_captures(function, len(data))
-        return Pickled(data, digest(data), holds)
+        return Pickled(data, digest(data), holds, function_name(named))
 
     def _warn_of_captures(self, function: Callable[..., Any], nbytes: int) -> None:
         """Warn, once for each function, that what it captures is sent at every run."""
@@ -179,10 +170,6 @@ def _largest(function: Callable[..., Any]) -> str:
     sizes = {name: value.nbytes for name, value in values.items() if isinstance(value, np.ndarray)}
     largest = max(sizes, key=sizes.__getitem__, default="")
     return f", the largest array as {largest!r}" * bool(largest)
-
-
-def _in_place(data: memoryview) -> memoryview:
-    return data
 
 
 def _nothing_adopted(handle: Handle | Composite) -> tuple[str, int]:

@@ -24,7 +24,7 @@ from central_storage.diagnostics.logging_setup import show
 from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
-from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, decode, encode
+from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, decode, decode_finished, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.messages import Output, RunFinished, Serving
 from cs_proto.peers import SERVER, SUPERVISOR, server_endpoint, worker_endpoint
@@ -129,8 +129,7 @@ class Session:
         self.inputs: InputSegment | None = None
         self.arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
         #: Notes where in a step this process is.
-        self._trace = Trace()
-        self.moment = self._trace.note
+        self.trace = Trace()
         self._serving = serving
         self._directory = lifeline.run_directory or checked(serving.run_directory)
         self._stop = stop
@@ -138,7 +137,7 @@ class Session:
         self._channel = Channel(
             lifeline,
             self.interrupts.fileno(),
-            self.moment,
+            self.trace.note,
             self._read,
             linger=_LINGER,
             patience=_PATIENCE,
@@ -149,6 +148,8 @@ class Session:
         #: Shown while the server compiles something that this process waits for.
         self._compiling: Ticking | None = None
         self._is_waiting = False
+        # Whether messages are logged, as it was when one was sent last.
+        self._is_logging = False
 
     def open(self) -> None:
         """Say hello to the server and connect to the workers. The caller delays Ctrl-C, which must not come between the
@@ -164,7 +165,7 @@ class Session:
         arenas = map(segment_names.arena, range(replicas))
         self.results = [ResultLeases(arena, partial(lifeline.segment, arena), replicas) for arena in arenas]
         self._takes = [partial(self._take, results) for results in self.results]
-        lifeline.keep_times(self._trace, "controller")
+        lifeline.keep_times(self.trace, "controller")
         self._channel.offer_mailbox(SERVER, "server")
         for worker in self.core.workers:
             self._connect_worker(worker)
@@ -237,12 +238,13 @@ class Session:
 
     def _read(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         try:
-            record = decode(parts, BULK_LIMITS)
+            record = decode_finished(parts, BULK_LIMITS)
         except PeerProtocolError as error:
             log.error("dropped a malformed message: %s", error)
             return None
-        self.moment("decoded", record.run[0] if isinstance(record, RunFinished) else 0)
-        if log.isEnabledFor(logging.DEBUG):
+        if self.trace.watched[0]:
+            self.trace.note("decoded", record.run[0] if isinstance(record, RunFinished) else 0)
+        if self._is_logging:
             log.debug("received %.300r", record)
         return record
 
@@ -254,21 +256,24 @@ class Session:
         core = self.core
         was_waiting, self._is_waiting = self._is_waiting, True
         try:
+            now = wait.started
             if commands:
                 self.carry_out(commands)
-            while not wait.is_over:
                 now = time.monotonic()
+            while not wait.is_over:
                 pause = core.pause(now)
                 if pause == 0.0:
                     self.carry_out(core.tick(now))
-                    continue
-                try:
-                    record = self.receive(pause)
-                except KeyboardInterrupt:
-                    self.carry_out(core.interrupt(time.monotonic()))
                 else:
-                    if record is not None:
-                        self.carry_out(core.hear(record, time.monotonic()))
+                    try:
+                        record = self.receive(pause)
+                    except KeyboardInterrupt:
+                        self.carry_out(core.interrupt(time.monotonic()))
+                    else:
+                        if record is not None:
+                            self.carry_out(core.hear(record, time.monotonic()))
+                if not wait.is_over:
+                    now = time.monotonic()
         finally:
             core.leave(wait)
             self._is_waiting = was_waiting
@@ -293,7 +298,8 @@ class Session:
             for command in commands:
                 if type(command) is Deliver:  # of every step, and no message
                     outcome = self._read_outcome(command.finished)
-                    self.moment("over", command.finished.run[0])
+                    if self.trace.watched[0]:
+                        self.trace.note("over", command.finished.run[0])
                     if following := self.core.delivered(outcome, time.monotonic()):
                         self.carry_out(following)
                 else:
@@ -329,11 +335,13 @@ class Session:
 
     def send_run(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> None:
         """Send each worker its Run, and then wake them, as in :meth:`carry_out`."""
-        run, send = self.core.run, self._post if log.isEnabledFor(logging.DEBUG) else self._channel.send
+        self._is_logging = log.isEnabledFor(logging.DEBUG)
+        run, send = self.core.run, self._post if self._is_logging else self._channel.send
         try:
             for peer, parts in encoded:
                 send(peer, parts)
-                self.moment("sent", run)
+                if self.trace.watched[0]:
+                    self.trace.note("sent", run)
         finally:
             self._channel.mailboxes.ring()
 
@@ -394,7 +402,8 @@ class Session:
         return None if self.inputs is None else self.inputs.find(data)
 
     def _post(self, peer: bytes, parts: Sequence[Buffer]) -> None:
-        if log.isEnabledFor(logging.DEBUG):
+        self._is_logging = log.isEnabledFor(logging.DEBUG)
+        if self._is_logging:
             log.debug("send %.300r", decode(parts, WORK_LIMITS))
         self._channel.send(peer, parts)
 
@@ -436,7 +445,7 @@ class Session:
         """Let go of everything, and stop the service where it is ours. Idempotent."""
         if not self._channel.is_closed:
             self._channel.close()
-            self._trace.detach()
+            self.trace.detach()
             if self._listener is not None:
                 self._listener.stop()
             try:

@@ -92,8 +92,8 @@ class Settling(Wait):
     def __init__(self, series: Series, left: int, reports: bool, now: float, pace: Pace) -> None:
         """``reports``: the server is told of a wait that lasts."""
         self.pace = pace
-        self._reports = reports
-        self.restart(now)
+        self._reports = self.is_unreported = reports
+        self.started, self.counted_from = now, now + _WHOM_WITHIN if reports else now  # as restart, at every step
         self.series = series
         self.left = left
 

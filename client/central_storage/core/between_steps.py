@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
+from threading import local
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,9 +16,6 @@ after_step: list[Callable[[Strategy], object]] = []
 
 #: Called before the values of this strategy go, because it is shut down.
 before_end: list[Callable[[Strategy], object]] = []
-
-# By thread, how many blocks of :data:`within` are under way.
-_within: dict[int, int] = {}
 
 
 def passed(strategy: Strategy) -> None:
@@ -33,20 +30,17 @@ def ends(strategy: Strategy) -> None:
         each(strategy)
 
 
-class _Within:
+class _Within(local):
     """A ``with`` block, during which the state is not that between two steps, as in a restore. It may be nested."""
 
+    #: How many of these blocks are under way in this thread.
+    depth = 0
+
     def __enter__(self) -> None:
-        thread = get_ident()
-        _within[thread] = _within.get(thread, 0) + 1
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        thread = get_ident()
-        left = _within[thread] - 1
-        if left:
-            _within[thread] = left
-        else:
-            del _within[thread]
+        self.depth -= 1
 
 
 within = _Within()
@@ -54,4 +48,4 @@ within = _Within()
 
 def is_within() -> bool:
     """Whether this thread is in such a block."""
-    return get_ident() in _within
+    return within.depth > 0

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Strategy")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 __all__ = [
     "ReplicaContext",
@@ -48,6 +49,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica",
     "in_cross_replica_context",
+    "is_in_replica",
     "is_worker",
     "reading",
     "refuse_in_replica",
@@ -180,8 +182,16 @@ def streams_here() -> Streams | None:
 
 def refuse_in_replica(what: str) -> None:
     """Raise :class:`ContextError` inside a replica function, where no object like ``what`` can be made."""
-    if has_strategy() and get_replica_context() is not None:
+    if is_in_replica():
         raise ContextError(f"{what} cannot be made in a replica; make it in the script and let the function capture it")
+
+
+def is_in_replica() -> bool:
+    """Whether this thread is in a replica function of a strategy."""
+    if not _stack.entries:
+        return False
+    entered, replica = _stack.entries[-1]
+    return replica is not None and entered is not _default().strategy
 
 
 def require_cross_replica(strategy: Strategy, what: str) -> None:
@@ -203,14 +213,14 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
         )
 
 
-def in_cross_replica(strategy: Strategy, call: Callable[[], T]) -> T:
-    """What ``call`` returns, called in the cross-replica context of ``strategy``. The context is left also where Ctrl-C
-    comes at its very begin or end: Python looks for signals when a function is called, and nothing is called while the
-    entries change."""
+def in_cross_replica(strategy: Strategy, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``call`` returns for these arguments, in the cross-replica context of ``strategy``. The context is left also
+    where Ctrl-C comes at its very begin or end: Python looks for signals when a function is called, and nothing is
+    called while the entries change."""
     before = _stack.entries
     try:
         reading.epoch, _stack.entries = None, [*before, (strategy, None)]
-        result = call()
+        result = call(*args, **kwargs)
     finally:
         reading.epoch, _stack.entries = None, before
     return result

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import RunId
 
-__all__ = ["Arguments", "Carrier", "Changes", "Sent", "Series"]
+__all__ = ["Arguments", "Carrier", "Changes", "Sent", "Series", "made_sent"]
 
 #: (args, kwargs) of each replica.
 Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -36,6 +37,10 @@ class Sent(NamedTuple):
     function: bytes
     arguments: Sequence[tuple[bytes, tuple[memoryview, ...]]]
     held: list[HeldFunctions]
+
+
+#: Makes a Sent of a tuple of its fields. The constructor of a NamedTuple is a function of Python; this one is not.
+made_sent = partial(tuple.__new__, Sent)
 
 
 class Carrier(Protocol):
@@ -83,9 +88,9 @@ class Series:
             self.carrier.settle(self, max(0, len(self.unanswered) - 1))
         outcome = self.outcomes.popleft()
         try:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
+            if type(outcome) is list:
+                return outcome
+            raise outcome  # type: ignore[misc]
         finally:
             del outcome  # its traceback refers to this frame, and would keep it and its callers alive
 

@@ -26,7 +26,7 @@ INTERNAL = {
     "StrategyBase": """controller devices_by_replica call series carrier variable_sets extended_parameter_device claim
         settle_owners remember evaluate_schedules take_along logical_devices_here run_changing""",
     "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
-    "Counters": "wire_of values_of to_wire check refuse is_checked",
+    "Counters": "wire_of to_wire check refuse is_checked",
     "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states next_position",
     "DistributedIterator": "take give_back lend end_lending is_over place is_at go_to fault orders data",
     "ReplicaContext": "backend is_local",

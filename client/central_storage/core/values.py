@@ -54,7 +54,7 @@ __all__ = [
 _ARRAYS = (np.ndarray, Tensor)
 #: Types of most results; no container and no Shared has one of these.
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, Tensor})
-_NOTHING = frozenset({type(None)})
+_NOTHING, _UNCOMMON = frozenset({type(None)}), frozenset({float, np.ndarray, Tensor})
 _HINTS = {"object": "; if its objects are texts, use astype(str)", "bfloat16": "; use astype('float32')"}
 
 
@@ -288,15 +288,14 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     """
     if not values:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
-    if len(values) == 1 and not always_wrap:
+    if not (values[1:] or always_wrap):
         return values[0]
     kinds = frozenset(map(type, values))
     if not always_wrap and kinds <= _LEAVES:
         if kinds == _NOTHING:  # the usual case of steps that return nothing
             return None
         # The usual result; such values are never common.
-        is_number = isinstance(values[0], float | np.ndarray)
-        return per_replica(values) if is_number else _merged(tuple(values))
+        return per_replica(values) if type(values[0]) in _UNCOMMON else _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
     columns = [leaves]
     for replica, value in enumerate(values[1:], start=1):
@@ -326,12 +325,13 @@ def select_replica(replica: int, structure: Any) -> Any:
 
 def select_replicas(n: int, structure: Any) -> Sequence[Any]:
     """``structure`` as each of ``n`` replicas sees it: see :func:`select_replica`."""
-    kind = type(structure)
-    if kind is tuple and structure:  # the usual case of arguments and elements
-        return list(zip(*map(partial(select_replicas, n), structure), strict=True))
-    if kind is PerReplica and len(values := structure.values) == n:
-        return values  # type: ignore[no-any-return]
-    if kind in _LEAVES:
+    if type(structure) is tuple and structure:  # the usual case of arguments and elements
+        columns = [
+            part._values if type(part) is PerReplica and len(part._values) == n else select_replicas(n, part)  # noqa: SLF001  (a property is a call more)
+            for part in structure
+        ]
+        return list(zip(*columns, strict=True))
+    if type(structure) in _LEAVES:
         return (structure,) * n
     return [select_replica(replica, structure) for replica in range(n)]
 

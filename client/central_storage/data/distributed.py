@@ -20,6 +20,7 @@ import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
+from central_storage.core.context import is_in_replica
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.public_objects import Closed
 from central_storage.core.tensors.tensor import as_tensor, tensors_in
@@ -476,8 +477,7 @@ class DistributedIterator(Closed):
 
     def close(self) -> None:
         """End the iteration: generators are closed, and threads of ``prefetch`` end."""
-        rounds, self._rounds = self._rounds, None
-        self._has_ended = True
+        rounds, self._rounds, self._has_ended = self._rounds, None, True
         self._given_back.clear()
         if rounds is not None and hasattr(rounds, "close"):
             rounds.close()
@@ -492,7 +492,8 @@ class DistributedIterator(Closed):
 
     def take(self, incomplete: bool = False) -> Any:
         """The next element, or END. An ``incomplete`` last round is the end, if it is not asked for."""
-        refuse_in_replica("read")
+        if is_in_replica():
+            refuse_in_replica("read")
         if self._given_back:
             element = self._given_back.popleft()
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from central_storage.core.context import has_strategy, in_cross_replica_context
+from central_storage.core.context import is_in_replica
 from central_storage.diagnostics.html import section, table
 from cs_proto.errors import DatasetContextError
 
@@ -37,7 +37,7 @@ def length_of(cardinality: int) -> int:
 
 def refuse_in_replica(what: str) -> None:
     """Raise :class:`DatasetContextError` inside a replica function, where no data set can be ``what``."""
-    if has_strategy() and not in_cross_replica_context():
+    if is_in_replica():
         raise DatasetContextError(
             f"a distributed data set cannot be {what} inside a replica function; do it in the script and pass the "
             "element: strategy.run(fn, args=(next(iterator),))"

@@ -41,6 +41,8 @@ class Captures:
         # What global variables and cells refer to, if that can be referred to weakly, as most can; and the others.
         self._globals: list[tuple[dict[str, Any], str, weakref.ref[Any]]] = []
         self._cells: list[tuple[CellType, weakref.ref[Any]]] = []
+        # Cells of lists, tuples and dicts: the ``id()`` of these, and a handle in them.
+        self._containers: list[tuple[CellType, int, weakref.ref[Any]]] = []
         self._names: list[_Name] = []
         seen, left = set[int](), [function]
         while left:
@@ -70,6 +72,9 @@ class Captures:
                 else:
                     self._cells.append((home, weakref.ref(value)))
                 return
+            if handle is not None and not isinstance(home, dict):
+                self._containers.append((home, id(value), weakref.ref(handle)))
+                return
         self._names.append(_Name(home, name, value, handle))
 
     def hold(self) -> bool:
@@ -81,6 +86,10 @@ class Captures:
         try:
             for cell, known in self._cells:
                 if (value := cell.cell_contents) is None or value is not known():  # as above
+                    return False
+            for cell, known_id, handle in self._containers:
+                value = cell.cell_contents
+                if id(value) != known_id or (handle() is None and _handle_in(value) is not None):
                     return False
         except ValueError:  # it is empty
             return False

@@ -17,11 +17,12 @@ __all__ = ["Function", "Pickled", "Pickles", "drop_stale", "function"]
 
 class Pickled(NamedTuple):
     """A pickled function, its digest, and what keeps the variables and optimizers in it, for as long as the function is
-    sent."""
+    sent; the name under which its runs are counted, where they are."""
 
     data: bytes
     digest: bytes
     holds: set[Hold]
+    name: str = ""
 
 
 #: By service, what was sent of a function, and by which names it captured what is in there.

@@ -198,9 +198,9 @@ class StrategyBase(ReplicaDevices):
             raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {fn!r}")
-        keep = isinstance(options, RunOptions) and options.keep_per_replica
-        arguments = self._arguments(tuple(args), kwargs)
-        results = context.in_cross_replica(self, lambda: regroup(self.call(fn, arguments), keep))
+        keep = options is not None and isinstance(options, RunOptions) and options.keep_per_replica
+        arguments = _by_replica(self.num_replicas_in_sync, tuple(args), kwargs)
+        results = regroup(context.in_cross_replica(self, self.call, fn, arguments), keep)
         if between_steps.after_step:
             between_steps.passed(self)
         return results
@@ -211,7 +211,7 @@ class StrategyBase(ReplicaDevices):
         """As :meth:`run`, where ``changes`` of hyperparameters hold from this run on, whose message carries them. Every
         result is a PerReplica."""
         context.require_cross_replica(self, "run")
-        arguments = self._arguments(args, None)
+        arguments = _by_replica(self.num_replicas_in_sync, args, None)
 
         def changed() -> Any:
             self.evaluate_schedules()
@@ -224,14 +224,6 @@ class StrategyBase(ReplicaDevices):
             optimizer.took(numbers)
         between_steps.passed(self)
         return results
-
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """(args, kwargs) of each replica."""
-        n = self.num_replicas_in_sync
-        given = select_replicas(n, args)
-        return list(zip(given, select_replicas(n, dict(kwargs)) if kwargs else ({},) * n, strict=True))
 
     def run_steps(
         self,
@@ -289,7 +281,7 @@ class StrategyBase(ReplicaDevices):
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
         ahead, length = None if rates is None else Rates(rates, self.take_along), steps_of(dataset, steps)
-        send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
+        send = partial(self._send_step, self.num_replicas_in_sync, series, fn, dict(kwargs or {}), ahead)
         is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
         bar, elements = step_bar(checked(progress), known(length, steps)), iter(dataset)
         return Steps(series, elements, is_own, steps, send, keep, ahead, length, bar, self._passed)
@@ -298,11 +290,17 @@ class StrategyBase(ReplicaDevices):
         between_steps.passed(self)
 
     def _send_step(
-        self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates | None, element: Any
+        self,
+        replicas: int,
+        series: StepSeries,
+        fn: Callable[..., Any],
+        kwargs: dict[str, Any],
+        rates: Rates | None,
+        element: Any,
     ) -> None:
         """Send the step of one element."""
         context.require_cross_replica(self, "run_steps")
-        arguments = self._arguments((element,), kwargs)
+        arguments = _by_replica(replicas, (element,), kwargs)
 
         def sent() -> None:
             self.evaluate_schedules()
@@ -568,3 +566,11 @@ class StrategyBase(ReplicaDevices):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+def _by_replica(
+    n: int, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(args, kwargs) of each of ``n`` replicas."""
+    given = select_replicas(n, args)
+    return list(zip(given, select_replicas(n, dict(kwargs)) if kwargs else ({},) * n, strict=True))

@@ -133,7 +133,8 @@ class Steps(Closed):
         if not self._is_open:
             raise StopIteration
         try:
-            with between_steps.within:
+            between_steps.within.depth += 1  # as its with block, whose two calls would come at every step
+            try:
                 self._send_ahead()
                 is_more = bool(self._used)
                 if is_more:
@@ -141,6 +142,8 @@ class Steps(Closed):
                         self._rates.begun()
                     self._used.popleft()
                     results = regroup(self._series.take(), self._keep_per_replica)
+            finally:
+                between_steps.within.depth -= 1
             if is_more:
                 if between_steps.after_step:
                     self._passed()
@@ -212,8 +215,9 @@ class Steps(Closed):
     def _send_ahead(self) -> None:
         """Take elements and send their steps, up to the limit of steps under way."""
         series, used = self._series, self._used
-        while len(used) <= series.lookahead and not series.has_failed and self._at_end is None:
-            pulled = series.taken + len(used)
+        ahead = len(used)
+        while ahead <= series.lookahead and not series.has_failed and self._at_end is None:
+            pulled = series.taken + ahead
             if pulled == self._limit:
                 return
             try:
@@ -225,6 +229,7 @@ class Steps(Closed):
                 self._limit = pulled
                 return
             used.append(element)
+            ahead += 1
             try:
                 self._send(element)
             except Exception as error:  # noqa: BLE001  (as above)

@@ -162,7 +162,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     def _init(self, backend: ControllerBackend, compute_devices: Sequence[str], parameter_device: str) -> None:
         self._backend = backend
-        self._compute_devices = tuple(compute_devices)
+        self._compute_devices, self._replicas = tuple(compute_devices), len(compute_devices)
         self._parameter_device = parameter_device
         self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
         self._lock = threading.Lock()  # replicas of one process make optimizers, too
@@ -198,7 +198,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas."""
-        return len(self._compute_devices)
+        return self._replicas
 
     def call(
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]

@@ -227,7 +227,7 @@ class Channel:
     def send(self, peer: bytes, parts: Sequence[Buffer]) -> None:
         """Send a message to a peer that this process connected to, or to a peer of the ROUTER. This may block, as in
         ZeroMQ. The parts are copied, so the caller may change them afterwards."""
-        if self.post(peer, parts):
+        if self.mailboxes.post(peer, parts):
             return
         socket = self._dealers.get(peer)
         if socket is not None:

@@ -116,11 +116,12 @@ class Outgoing:
         if words[LEFT]:
             return False
         count, header = len(parts), parts[0]
-        if count == 1 and type(header) is bytes:
-            lengths = [len(header)]
+        if is_plain := count == 1 and type(header) is bytes:
+            lengths = [nbytes := len(header)]
         else:
             lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        size = _PREFIX.size + 4 * count + sum(lengths)
+            nbytes = sum(lengths)
+        size = _PREFIX.size + 4 * count + nbytes
         if 2 * size > self._nbytes:
             return False
         head = self._head
@@ -133,8 +134,8 @@ class Outgoing:
         if skipped:
             _PREFIX.pack_into(self._data, start, 0, 0, 0)
             start = 0
-        prefix = _PREFIXES[count].pack(elsewhere, size, count, *lengths)
-        self._data[start : start + size] = b"".join((prefix, *parts))
+        _PREFIXES[count].pack_into(self._data, start, elsewhere, size, count, *lengths)
+        self._data[start + size - nbytes : start + size] = header if is_plain else b"".join(parts)
         self._head = words[HEAD] = head + skipped + room
         return True
 

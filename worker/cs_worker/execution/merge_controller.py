@@ -363,7 +363,7 @@ class MergeController:
     ) -> list[Any]:
         run = (*token.point, token.runs)
         token.runs += 1
-        data, hashed, _ = pickled
+        data, hashed = pickled.data, pickled.digest
         records = []
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
             is_held, self._held[worker.replica] = self._held[worker.replica].touch(hashed, frozen)
