@@ -23,8 +23,7 @@ from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.core.random_streams import function_name
 from central_storage.diagnostics.callers import warn
 from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
-from central_storage.pickling.pickler import Adopt, digest, dump_function
-from central_storage.pickling.repeated import ArgumentsPickler
+from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
 from cs_proto.messages import NumericsCheck, OptimizerChange
@@ -52,7 +51,6 @@ class Runs:
         self._warned: set[object] = set()
         self._forget = forget
         self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
-        self._arguments = ArgumentsPickler()
         self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
@@ -75,7 +73,7 @@ class Runs:
         # A frozen function lives on in the workers, where it may keep what it is given.
         adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
-        pickles = self._arguments.dump(arguments, adopt)
+        pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
@@ -170,6 +168,10 @@ def _largest(function: Callable[..., Any]) -> str:
     sizes = {name: value.nbytes for name, value in values.items() if isinstance(value, np.ndarray)}
     largest = max(sizes, key=sizes.__getitem__, default="")
     return f", the largest array as {largest!r}" * bool(largest)
+
+
+def _in_place(data: memoryview) -> memoryview:
+    return data
 
 
 def _nothing_adopted(handle: Handle | Composite) -> tuple[str, int]:

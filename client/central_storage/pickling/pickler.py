@@ -1,10 +1,10 @@
 """Functions and arguments on their way to a replica: pickled by value, handles by number.
 
-Only this module and ``repeated`` use a pickler. Code goes from the client to workers, and from the holder of a
-merge_call token to the other workers, never back. Functions, classes and modules of the user travel by value, so a
-worker never imports the training script; of a module, only the names that the sent code reads are sent. A class stays
-one class per process however often it is sent. The same function with unchanged captures gives the same bytes. The
-caller decides what a handle is in the server (``adopt``, ``resolve``) and where large buffers go (``place``).
+This is the only module that uses a pickler. Code goes from the client to workers, and from the holder of a merge_call
+token to the other workers, never back. Functions, classes and modules of the user travel by value, so a worker never
+imports the training script; of a module, only the names that the sent code reads are sent. A class stays one class per
+process however often it is sent. The same function with unchanged captures gives the same bytes. The caller decides
+what a handle is in the server (``adopt``, ``resolve``) and where large buffers go (``place``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ from .code_analysis import Reads, is_importable, is_users, reads_of, submodules
 
 __all__ = [
     "CLASS_PARTS",
-    "NO_ARGUMENTS",
-    "NUMBERS",
-    "PLAIN",
     "Adopt",
     "ClassParts",
     "Resolve",
@@ -54,10 +51,9 @@ __all__ = [
 
 P = TypeVar("P")
 
-#: The pickle of no arguments.
-NO_ARGUMENTS = pickle.dumps(((), {}), 5)
-#: The last byte of a pickle that names nothing of the user's and no handle; other pickles end with the usual STOP.
-PLAIN = b"!"
+_NO_ARGUMENTS = pickle.dumps(((), {}), 5)
+# The last byte of a pickle that names nothing of the user's and no handle; other pickles end with the usual STOP.
+_PLAIN = b"!"
 
 #: Returns (kind, number) of a handle, and may make its object in the server. The parts of a composite travel, so for a
 #: composite only the latter matters.
@@ -99,7 +95,7 @@ def dump_arguments(
     ``place``.
     """
     if not args and not kwargs:
-        return NO_ARGUMENTS, ()
+        return _NO_ARGUMENTS, ()
     root = (tuple(args), dict(kwargs))
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
@@ -108,7 +104,7 @@ def dump_arguments(
     except Exception:  # noqa: BLE001  (of whatever it is: what is not plain is pickled, and blamed, below)
         pass
     else:
-        file.write(PLAIN)
+        file.write(_PLAIN)
         return file.getvalue(), tuple([place(buffer.raw()) for buffer in buffers]) if buffers else ()
     plan = _Plan(adopt, buffers=[])
     data = _dump(root, plan)
@@ -123,7 +119,7 @@ def load_arguments(
     All NumPy arrays in the arguments are read-only, however small, because large ones lie in memory of the sender.
     Raises as :func:`load_function` does.
     """
-    if data == NO_ARGUMENTS:
+    if data == _NO_ARGUMENTS:
         return (), {}
     args, kwargs = _load(data, buffers, resolve)
     return args, kwargs
@@ -132,7 +128,7 @@ def load_arguments(
 def are_plain(data: Buffer) -> bool:
     """Whether the arguments in ``data`` are numbers, text and arrays in containers. To load them runs no code of the
     user's, and asks nobody."""
-    return data[-1:] == PLAIN or data == NO_ARGUMENTS
+    return data[-1:] == _PLAIN or data == _NO_ARGUMENTS
 
 
 def digest(data: bytes) -> bytes:
@@ -382,7 +378,7 @@ class _PlainPickler(pickle.Pickler):
                 return NotImplemented
             raise _NotPlain
         dtype = obj.dtype
-        name = NUMBERS.get(id(dtype))
+        name = _NUMBERS.get(id(dtype))
         if name is not None and obj.nbytes <= INLINE_NBYTES and obj.flags.c_contiguous:  # the usual case
             return reconstruct.array_over, (obj.tobytes(), name, obj.shape, "C")
         if dtype.hasobject or not dtype.itemsize or dtype.names or dtype.metadata:  # which may hold anything
@@ -395,7 +391,7 @@ class _NotPlain(Exception):
 
 
 #: The text of each dtype that has only one object, by the ``id()`` of that.
-NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD"}
+_NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD"}
 #: Types that are neither handles nor composites, and the functions that rebuild arrays.
 _PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray, Tensor})
 _ARRIVALS = frozenset({reconstruct.array_over, reconstruct.read_only_array})
@@ -520,7 +516,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _load(data: Buffer, buffers: Sequence[memoryview], resolve: Resolve) -> Any:
     try:
-        if data[-1:] == PLAIN:
+        if data[-1:] == _PLAIN:
             return pickle.loads(data, buffers=buffers)
         return _Unpickler(io.BytesIO(data), buffers, resolve).load()
     except (CentralStorageError, MemoryError):
