@@ -154,12 +154,13 @@ class RunEncoder:
         return encoded
 
     def _anew(self, replica: int, values: tuple[Any, ...]) -> list[Buffer]:
+        encoded = encode_values(Run, values)  # first, because it raises
         _, _, _, _, _, function, _, _, buffers, _, _, held, _, changes, _ = values
         if not (function or buffers or held or changes):
             wire: Any = Run.wire_of([], *values)
             first, last = (b"".join(map(pack, part)) for part in (wire[3 : _ARGUMENTS + 1], wire[_ARGUMENTS + 2 :]))
             self._known[replica] = values[2:_ARGUMENTS], values[_ARGUMENTS + 1 :], first, last
-        return encode_values(Run, values)
+        return encoded
 
 
 def _parts(

@@ -98,6 +98,13 @@ strategy.run(lambda: 6)  # it is connected to all workers
 shutil.rmtree(strategy.address)
 print(strategy.run(lambda: 7))
 """
+COUNTS = """
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+results = [strategy.run(cs.identity, (n,)) for n in range(100)]
+print(len(results), int(strategy.experimental_local_results(results[-1])[0]))
+"""
 DROPS = """
 import gc, subprocess, sys
 import central_storage as cs
@@ -166,6 +173,13 @@ def test_what_a_script_holds_stays_what_it_is_when_the_next_one_is_served(lastin
     path.write_text(HOLDS)
     ended = run(str(path), "5", environment=lasting.environment).ok()
     assert ended.lines == ["0 0", "11 11", "5 5", "16 16"]
+
+
+def test_a_script_is_served_however_many_runs_those_before_it_had(lasting: Elsewhere) -> None:
+    path = Path(lasting.directory).parent / "counts.py"
+    path.write_text(COUNTS)
+    for _ in range(2):
+        assert run(str(path), environment=lasting.environment).ok().lines == ["100 99"]
 
 
 def test_a_strategy_that_is_dropped_or_refused_is_no_garbage_that_waits(lasting: Elsewhere) -> None:

@@ -348,15 +348,21 @@ CHANGES = {
 }
 
 
+# Where msgpack takes more bytes for a number, and for the length of bytes.
+BORDERS = [0, 31, 127, 255, (1 << 16) - 1, (1 << 32) - 1, (1 << 40) - 1]
+NUMBERS = st.sampled_from([number + more for number in BORDERS for more in (0, 1)])
+SIZES = st.sampled_from([number + more for number in [*BORDERS[:5], 16 * 1024] for more in (0, 1)])
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> list[Run]:
     """The Runs of one step, most of which are like those of every other."""
-    run, step = (draw(st.sampled_from([1, 127, 128, 1 << 20, 1 << 40])) for _ in range(2))
+    run, step = (draw(NUMBERS) for _ in range(2))
     changed = draw(st.none() | st.sampled_from(list(CHANGES)))
     common = {name: values[0] for name, values in CHANGES.items()}
     common |= {} if changed is None else {changed: draw(st.sampled_from(CHANGES[changed]))}
-    pickled = st.binary(max_size=300)
-    arguments = pickled | pickled.map(Frame) | pickled.map(bytes_array) | st.just(bytes(1 << 16))
+    pickled = st.binary(max_size=3) | SIZES.map(bytes)
+    arguments = pickled | pickled.map(Frame) | pickled.map(bytes_array)
     return [Run((run,), step, replica, arguments=draw(arguments), **common) for replica in range(2)]
 
 
@@ -390,18 +396,30 @@ def test_arguments_that_are_too_large_are_refused_also_in_a_run_that_is_known(ar
         encoder.encode([tuple((values | {"arguments": arguments}).values())])
 
 
+def test_a_run_that_is_refused_is_refused_again() -> None:
+    values = Run((1,), 0, 0, 7, bytes(16), None, True, b"first", (), name="n" * (5 << 20)).__dict__
+    encoder = RunEncoder()
+    for _ in range(2):
+        with pytest.raises(LocalProtocolError, match="a Run with a header of"):
+            encoder.encode([tuple(values.values())])
+
+
 @st.composite
 def finished(draw: st.DrawFn) -> list[bytes]:
     """A RunFinished, often with a byte changed, left out or added."""
-    bodies = st.just(b"\xc0") | st.binary(max_size=12) | st.just(bytes(300))
+    bodies = st.just(b"\xc0") | st.binary(max_size=12) | SIZES.map(bytes)
     arrays = st.sampled_from([(), (), (bytes_array(b"result"),)])
-    values = tuple(draw(st.lists(st.builds(Value, bodies, arrays), max_size=3) | st.just([Value(b"\xc0", ())] * 17)))
+    many = st.integers(14, 17).map(lambda count: [Value(b"\xc0", ())] * count)
+    values = tuple(draw(st.lists(st.builds(Value, bodies, arrays), max_size=3) | many))
     error = draw(st.sampled_from([None, None, Error("ValueError", "no", None, "", 0, 0, "")]))
-    run = draw(st.sampled_from([(1,), (127,), (128,), (1 << 20,), (1 << 40,), (5, 0, 0)]))
-    commits = draw(st.sampled_from([0, 1, 127, 128, 1 << 40]))
+    run = draw(st.tuples(NUMBERS) | st.just((5, 0, 0)))
+    commits = draw(NUMBERS)
     header, *frames = [bytes(part) for part in encode(RunFinished(run, () if error else values, error, commits))]
     at = draw(st.integers(0, len(header)))
-    new = draw(st.sampled_from([b"", b"\x00", b"\x90", b"\xc0", b"\xc4", b"\xff", header[at : at + 1] * 2]))
+    new = draw(
+        st.sampled_from([b"", b"\x00", b"\x90", b"\xc0", b"\xc4", b"\xff", header[at : at + 1] * 2])
+        | st.binary(max_size=2)
+    )
     if draw(st.booleans()):
         header = header[:at] + new + header[at + 1 :]
     return [header, *frames, *draw(st.sampled_from([(), (), (b"more",)]))]

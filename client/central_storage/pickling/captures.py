@@ -23,7 +23,9 @@ __all__ = ["Captures"]
 
 # At most this many parts of a value are searched for variables.
 _MOST_PARTS = 10_000
-_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, CodeType, FunctionType)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, CodeType, FunctionType, Handle, Composite)
+# So deep are lists, tuples and dicts searched in each other.
+_CONTAINERS, _MOST_KEYS = (list, tuple, dict), 8
 
 
 class _Missing:
@@ -41,8 +43,8 @@ class Captures:
         # What global variables and cells refer to, if that can be referred to weakly, as most can; and the others.
         self._globals: list[tuple[dict[str, Any], str, weakref.ref[Any]]] = []
         self._cells: list[tuple[CellType, weakref.ref[Any]]] = []
-        # Cells of lists, tuples and dicts: the ``id()`` of these, and a handle in them.
-        self._containers: list[tuple[CellType, int, weakref.ref[Any]]] = []
+        # Cells of lists, tuples and dicts: the ``id()`` of these, and what is in them.
+        self._containers: list[tuple[CellType, int, _Content]] = []
         self._names: list[_Name] = []
         seen, left = set[int](), [function]
         while left:
@@ -73,7 +75,7 @@ class Captures:
                     self._cells.append((home, weakref.ref(value)))
                 return
             if handle is not None and not isinstance(home, dict):
-                self._containers.append((home, id(value), weakref.ref(handle)))
+                self._containers.append((home, id(value), _Content(value, handle)))
                 return
         self._names.append(_Name(home, name, value, handle))
 
@@ -87,9 +89,8 @@ class Captures:
             for cell, known in self._cells:
                 if (value := cell.cell_contents) is None or value is not known():  # as above
                     return False
-            for cell, known_id, handle in self._containers:
-                value = cell.cell_contents
-                if id(value) != known_id or (handle() is None and _handle_in(value) is not None):
+            for cell, known_id, content in self._containers:
+                if id(value := cell.cell_contents) != known_id or not content.is_in(value):
                     return False
         except ValueError:  # it is empty
             return False
@@ -110,17 +111,44 @@ class _Name:
             self._value: Callable[[], Any] | None = weakref.ref(value)
         except TypeError:  # a list, tuple or dict
             self._value = None if handle is not None else lambda: value
-            self._handle = weakref.ref(_MISSING if handle is None else handle)
+            self._content = _Content(value, _MISSING if handle is None else handle)
 
     def holds(self) -> bool:
         home = self._home
         value = home.get(self._name, _MISSING) if isinstance(home, dict) else _value_of(home, self._name)
         if self._value is not None:
             return value is not None and value is self._value()  # which is None if the object is gone
-        if id(value) != self._id:
-            return False
-        # A new object may have the id of the old one. Then the old handle has gone, and the new object has another.
-        return self._handle() is not None or _handle_in(value) is None
+        return id(value) == self._id and self._content.is_in(value)
+
+
+class _Content:
+    """What a list, tuple or dict has: a new one may have the ``id()`` of the old one, and then has something else.
+
+    One part is kept, and the keys that lead to it: a variable, optimizer or composite, or an object that holds one.
+    """
+
+    def __init__(self, value: Any, handle: object) -> None:
+        self._keys: list[Any] = []
+        part = value
+        while issubclass(type(part), _CONTAINERS) and len(self._keys) < _MOST_KEYS:  # it may contain itself
+            pairs = part.items() if issubclass(type(part), dict) else enumerate(part)
+            with_handle = (pair for pair in reversed([*pairs]) if _handle_in(pair[1]) is not None)
+            key, part = next(with_handle, (None, handle))
+            self._keys.append(key)
+        try:
+            self._part: weakref.ref[Any] = weakref.ref(part)
+        except TypeError:  # an object with slots
+            self._part = weakref.ref(handle)
+
+    def is_in(self, value: Any) -> bool:
+        """Whether ``value`` has that part, at the same place or, if it was changed itself, at another."""
+        part, known = value, self._part()
+        try:
+            for key in self._keys:
+                part = part[key]
+        except (LookupError, TypeError):
+            part = None
+        return known is not None and (part is known or any(each is known for each in _parts_of(value)))
 
 
 _Found: TypeAlias = "tuple[dict[str, Any] | CellType, str, Any]"
@@ -166,13 +194,16 @@ def _is_code(value: Any) -> bool:
 
 def _handle_in(value: object) -> object | None:
     """A variable, optimizer or composite in ``value``; None if there is none."""
+    return next((each for each in _parts_of(value) if issubclass(type(each), Handle | Composite)), None)
+
+
+def _parts_of(value: object) -> Iterator[object]:
+    """``value`` and what it holds, but not what variables, optimizers and composites hold."""
     seen, left = set[int](), [value]
     while left and len(seen) < _MOST_PARTS:
         each = left.pop()
+        yield each
         kind = type(each)  # isinstance would ask a proxy for its object, which may be gone
-        if issubclass(kind, Handle | Composite):
-            return each
         if id(each) not in seen and not issubclass(kind, _LEAVES):
             seen.add(id(each))
             left += gc.get_referents(each)
-    return None

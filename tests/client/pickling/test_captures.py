@@ -104,3 +104,42 @@ def test_a_proxy_of_an_object_that_is_gone_is_passed_over(names: dict[str, Any])
     del model
     cell("def step(): return holder", names)
     assert Captures(names["step"]).hold()
+
+
+LAYER = "class Layer:\n  __slots__ = ('w', {})\n  def __init__(self, w): self.w = w\n"
+CHANGED = {
+    "list": ("used = [old]", "used[:] = [new]"),
+    "list-of-lists": ("used = [1, [old], 2]", "used[:] = [1, [new], 2]"),
+    "tuple": ("used = ([old], 1)", "used[0][:] = [new]"),
+    "dict": ("used = dict(w=old)", "used.update(w=new)"),
+    "keys": ("used = {old: 1}", "used.clear(); used[new] = 1"),
+    "itself": ("used = [old]; used.append(used)", "used[0] = new"),
+    "objects": (LAYER.format("'__weakref__'") + "used = [Layer(old)]", "used[:] = [Layer(new)]"),
+    "slots": (LAYER.format("") + "used = Layer(old)", "used.w = new"),
+}
+
+
+@pytest.mark.parametrize(("made", "changed"), CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize("is_cell", [True, False])
+def test_other_variables_under_the_id_of_the_old_ones_are_seen_also_if_those_live(
+    names: dict[str, Any], made: str, changed: str, is_cell: bool
+) -> None:
+    """A new list often lies where the one that has just gone lay: it looks like the old one, with another content."""
+    names["old"], names["new"] = cs.Variable(1.0), cs.Variable(2.0)
+    cell(made, names)
+    defined = "def step(): return used"
+    cell(f"def outer(used):\n  {defined}\n  return step\nstep = outer(used)" if is_cell else defined, names)
+    captures = Captures(names["step"])
+    assert captures.hold()
+    cell(changed, names)
+    assert not captures.hold()
+    assert Captures(names["step"]).hold()
+
+
+def test_a_list_that_is_changed_holds_as_long_as_it_has_the_variable(names: dict[str, Any]) -> None:
+    cell("w = cs.Variable(1.0)\nused = [w]\ndef step(): return used", names)
+    captures = Captures(names["step"])
+    cell("used.insert(0, 1.0)\nused.append(2.0)", names)
+    assert captures.hold()
+    cell("used.clear()", names)
+    assert not captures.hold()
