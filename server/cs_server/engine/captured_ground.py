@@ -47,8 +47,8 @@ def ground_of(server: State) -> Ground | None:
         return None
     if not all(session.is_welcome for session in tables.clients.values()):
         return None
-    number = max((run[0] for run in tables.runs if len(run) == 1), default=0)
-    returned = tables.stands[(number,), 0].returned if number else None
+    number = max((run[0] for run in tables.runs if len(run) == 1), default=tables.tally.last_run)
+    returned = tables.stands[(number,), 0].returned if (number,) in tables.runs else None
     last = (number, 0, 0) if returned is None else (number, returned.series, returned.lookahead)
     known = tuple((worker.peer, worker.worker.incarnation) for worker in workers)
     return Ground(known, tuple(worker.peer for worker in workers), controller, hello.client, last)

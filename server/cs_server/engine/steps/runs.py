@@ -308,7 +308,8 @@ def check_near(server: State, run: RunId) -> None:
     if run in server.tables.runs:
         return
     known = [other[-1] for other in siblings(server, run) if other[:-1] == run[:-1]]
-    last = max(known, default=0 if len(run) == 1 else -1)  # the client's runs count from 1, nested ones from 0
+    before = server.tables.tally.last_run if len(run) == 1 else -1  # nested runs count from 0
+    last = max(known, default=before)
     if run[-1] - last > MOST_AHEAD + 1:
         known_one = last if last >= 0 else "there is none"
         raise PeerProtocolError(

@@ -265,6 +265,19 @@ def test_no_run_of_the_next_controller_has_the_number_of_a_run_of_which_workers_
     book.on(hears(b"c3", Hello(PROTOCOL, "controller", "e", 9)), to(b"c3", Welcome, last_run=3))
 
 
+def test_the_runs_of_the_next_controller_are_heard_however_many_came_before() -> None:
+    book = Playbook(2).begin()
+    for run in range(1, 101):
+        book.does(returns(0, 0, run=(run,)))
+        book.does(returns(1, 0, run=(run,)))
+    book.on(hears(CONTROLLER, Goodbye("c")))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)), to(b"c2", Welcome, last_run=100))
+    book.on(returns(0, 0, run=(166,)), to(w(0), Refused, "cs.PeerProtocolError", FAR.format(166, 66, 100)))
+    for run in (101, 102, 103):
+        book.on(returns(0, 0, run=(run,)))
+        book.on(returns(1, 0, run=(run,)), to(b"c2", RunFinished, run=(run,), error=None))
+
+
 def test_a_worker_that_was_not_sent_a_run_says_so_when_the_controller_has_gone() -> None:
     """The controller may be killed between its two messages, or the worker drop the one that waits in its queue."""
     book = training()
