@@ -128,7 +128,7 @@ def test_a_strategy_shows_its_processes(strategy: cs.CentralStorageStrategy) -> 
     names = ("server", "worker 0", "worker 1")
     assert [row[0] for row in rows] == [f"{name}, a thread of this process" for name in names]
     assert {row[1] for row in rows} == {str(os.getpid())}
-    assert all(re.fullmatch(r"[\d.]+ [KMG]iB", row[4] or "") for row in rows)
+    assert all(re.fullmatch(r"[\d.]+ [kMG]B", row[4] or "") for row in rows)
 
 
 def test_data_sets_show_how_many_elements_they_have_and_read_none(strategy: cs.CentralStorageStrategy) -> None:
