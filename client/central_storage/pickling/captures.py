@@ -90,7 +90,7 @@ class Captures:
                 if (value := cell.cell_contents) is None or value is not known():  # as above
                     return False
             for cell, known_id, content in self._containers:
-                if id(value := cell.cell_contents) != known_id or not content.is_in(value):
+                if id(value := cell.cell_contents) != known_id or not content.holds(value):
                     return False
         except ValueError:  # it is empty
             return False
@@ -118,7 +118,7 @@ class _Name:
         value = home.get(self._name, _MISSING) if isinstance(home, dict) else _value_of(home, self._name)
         if self._value is not None:
             return value is not None and value is self._value()  # which is None if the object is gone
-        return id(value) == self._id and self._content.is_in(value)
+        return id(value) == self._id and self._content.holds(value)
 
 
 class _Content:
@@ -140,15 +140,17 @@ class _Content:
         except TypeError:  # an object with slots
             self._part = weakref.ref(handle)
 
-    def is_in(self, value: Any) -> bool:
-        """Whether ``value`` has that part, at the same place or, if it was changed itself, at another."""
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` has that part, at the same place or, if it was changed itself, at another. One that was
+        emptied holds, too: the function goes on with what it was frozen with."""
         part, known = value, self._part()
         try:
             for key in self._keys:
                 part = part[key]
         except (LookupError, TypeError):
             part = None
-        return known is not None and (part is known or any(each is known for each in _parts_of(value)))
+        is_there = known is not None and (part is known or any(each is known for each in _parts_of(value)))
+        return is_there or _handle_in(value) is None
 
 
 _Found: TypeAlias = "tuple[dict[str, Any] | CellType, str, Any]"

@@ -136,10 +136,12 @@ def test_other_variables_under_the_id_of_the_old_ones_are_seen_also_if_those_liv
     assert Captures(names["step"]).hold()
 
 
-def test_a_list_that_is_changed_holds_as_long_as_it_has_the_variable(names: dict[str, Any]) -> None:
+def test_a_list_that_is_changed_holds_until_it_has_another_variable(names: dict[str, Any]) -> None:
     cell("w = cs.Variable(1.0)\nused = [w]\ndef step(): return used", names)
     captures = Captures(names["step"])
     cell("used.insert(0, 1.0)\nused.append(2.0)", names)
     assert captures.hold()
     cell("used.clear()", names)
+    assert captures.hold()
+    cell("other = cs.Variable(2.0)\nused.append(other)", names)
     assert not captures.hold()
