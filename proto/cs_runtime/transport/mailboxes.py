@@ -321,17 +321,17 @@ class Mailboxes(Generic[K]):
         was there."""
         if not self.unrung:
             return ()
-        unrung, self.unrung = self.unrung, []
         with self._fence:
             pass
         left: list[tuple[K, int]] = []
-        for peer, box in unrung:
+        for peer, box in self.unrung:
             words = box.outgoing.words
             if words[SLEEPS] and box.other >= 0:
                 box.rung += 1
                 os.eventfd_write(box.other, 1)
             if words[LEFT]:
                 left.append((peer, box.outgoing.last))
+        self.unrung = []  # now: after Ctrl-C in between, the next call wakes them
         return left
 
     def sent(self, peer: K) -> None:

@@ -438,6 +438,27 @@ def test_who_rings_late_wakes_nobody_before_it_says_so_and_then_whoever_still_sl
         ends.close()
 
 
+def test_a_ring_that_ctrl_c_interrupts_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(rings_late=True)
+    try:
+        ends.shake_hands()
+        assert not ends.there.is_there()
+        assert ends.here.post("there", [b"1"])
+
+        def interrupted(*given: int) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "eventfd_write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ends.here.ring()
+        assert not ends.poller.poll(0)
+        ends.here.ring()
+        assert ends.poller.poll(0)
+    finally:
+        ends.close()
+
+
 def test_who_is_to_be_quiet_wakes_nobody_and_is_heard_with_what_comes_next(ends: Ends) -> None:
     ends.shake_hands()
     assert not ends.there.is_there(quiet="here")
