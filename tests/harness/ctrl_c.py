@@ -1,4 +1,4 @@
-"""Ctrl-C at every point at which it may come."""
+"""Ctrl-C, or another signal, at every point at which it may come."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from typing import Any
 __all__ = ["pressed_everywhere"]
 
 
-def pressed_everywhere(call: Callable[[], object], every: int = 1) -> Iterator[tuple[str, bool]]:
-    """Call ``call`` again and again. Each time SIGINT comes at another of the points at which Python looks for signals,
-    at every one or at each ``every``-th: where that was, and whether ``call`` raised KeyboardInterrupt. Ends when a
-    call has fewer points."""
+def pressed_everywhere(
+    call: Callable[[], object], every: int = 1, signum: int = signal.SIGINT
+) -> Iterator[tuple[str, bool]]:
+    """Call ``call`` again and again. Each time the signal comes at another of the points at which Python looks for
+    signals, at every one or at each ``every``-th: where that was, and whether ``call`` raised KeyboardInterrupt. Ends
+    when a call has fewer points."""
     for number in count(1, every):
-        pressed = _Presser(number)
+        pressed = _Presser(number, signum)
         is_raised = False
         gc.disable()  # Python drops what is raised in a callback of the garbage collector
         try:
@@ -38,10 +40,11 @@ def pressed_everywhere(call: Callable[[], object], every: int = 1) -> Iterator[t
 
 
 class _Presser:
-    """A trace function that raises SIGINT at the point of this number."""
+    """A trace function that raises a signal at the point of this number."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, signum: int) -> None:
         self._left = number
+        self._signum = signum
         self.where = ""
 
     def begin(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
@@ -55,7 +58,7 @@ class _Presser:
             if not self._left:
                 self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self._signum)
         return self._step
 
 

@@ -297,9 +297,9 @@ class ControllerCore:
             commands.append(NameWait(now - wait.started, what, wait.is_run))
         return commands
 
-    def interrupt(self, now: float) -> list[Command]:
+    def interrupt(self, now: float, raised: Exception | None = None) -> list[Command]:
         """Ctrl-C. It leaves a question; it cancels runs and is raised when they are over; a second one ends the
-        service.
+        service. ``raised``: a handler of a signal has raised this, which cancels runs, too, but ends no service.
 
         The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
         Cancel, it would commit what they agreed on.
@@ -309,9 +309,13 @@ class ControllerCore:
             if isinstance(wait, Question) and hasattr(wait.request, "sequence"):
                 self.left_off = wait
             return [Fail(KeyboardInterrupt)]
-        if wait.cancelled:
+        if wait.cancelled and raised is None:
+            wait.raised = None
             return [End("a second Ctrl-C shut it down"), Fail(KeyboardInterrupt)]
-        wait.was_interrupted = True
+        if not wait.was_interrupted:
+            wait.was_interrupted, wait.raised = True, raised
+        if wait.cancelled:
+            return []
         wait.pace = Pace(_AFTER_CTRL_C)
         wait.restart(now)
         return self._cancel(wait)

@@ -1,35 +1,53 @@
-"""Ctrl-C at safe points only.
+"""Handlers of signals at safe points only: of Ctrl-C, and of whatever else the script handles.
 
-While the client talks to its service a KeyboardInterrupt must not land between two parts of a message. In the main
-thread the handler is replaced for the length of an operation: it counts, and wakes the receive seam, which raises
-where nothing is half-done.
+Python calls a handler between any two instructions. A handler may raise, or save a checkpoint, and neither must happen
+between two parts of a message. So the script's handlers are replaced in the main thread for the length of an operation.
+What replaces them notes the signal and wakes the receive seam. The script's handler is called while the end of a run is
+awaited, or when the operation is over. Ctrl-C alone also ends the wait for an answer of the server.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
+from _signal import getsignal, raise_signal, signal  # type: ignore[import-not-found]
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from signal import SIGINT, SIGKILL, SIGSTOP, default_int_handler
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupted", "Interrupts"]
 
 # What ``_signal`` has in place of a handler: None for one that is not Python's, and the numbers of SIG_DFL and SIG_IGN.
 _NO_HANDLERS = (None, 0, 1)
+# The signals that come from outside. Those of a fault come from an instruction, which a delayed handler would repeat.
+_FAULTS = (4, 5, 6, 7, 8, 11, 31)  # SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS
+_SIGNALS = tuple(number for number in range(1, 32) if number not in (*_FAULTS, SIGKILL, SIGSTOP))
+
+
+class Interrupted(BaseException):
+    """Carries an ``error`` that a handler has raised to the end of the operation, which raises that in its place. It
+    is no Exception, since operations turn those into outcomes of runs."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Interrupts:
-    """Counts Ctrl-C for the length of a ``with`` block. Outside the main thread it does nothing: signals go there."""
+    """Notes signals for the length of a ``with`` block. Outside the main thread it does nothing: signals go there."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._taken = 0
-        self._previous: Any = None
+        #: The signals that have come and whose handlers have not been called yet.
+        self.pending: deque[int] = deque()
+        self._found: list[Any] = []  # what was in place of each of the signals when the handlers were replaced
+        self._handlers: dict[int, Any] = {}  # those of Python
+        self._noting = self._note  # one object, to be known again
         self._installed = False
         self._depth = 0
+        self._outside = 0  # the depth at which an operation is the outermost: above 0 in a handler
         self._closed = False
         self._deferred = False
         self._main = threading.main_thread().ident
@@ -41,15 +59,27 @@ class Interrupts:
         return self._depth > 0
 
     def fileno(self) -> int:
-        """Readable when Ctrl-C was pressed."""
+        """Readable when a signal has come. :meth:`hear` makes it unreadable."""
         return self._reader
 
-    def raise_pending(self) -> None:
-        """Raise KeyboardInterrupt for a Ctrl-C of this ``with`` block that has not been raised yet."""
-        if self._installed and self.count > self._taken and not self._deferred:  # often called: as _is_pending
-            self._taken = self.count
+    def hear(self) -> None:
+        """Raise KeyboardInterrupt for a Ctrl-C that has not been raised yet."""
+        if self.pending and not self._deferred:  # often called
             self._drain()
-            raise KeyboardInterrupt
+            if self._takes_ctrl_c():
+                raise KeyboardInterrupt
+
+    def call_handlers(self) -> None:
+        """Call the handlers of the signals that have come. The caller is at a point where they may begin operations.
+        Raises what they raise."""
+        self._drain()
+        outside, self._outside = self._outside, self._depth
+        try:
+            self._restore()
+            self._call()
+        finally:
+            self._outside = outside
+            self._replace()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -61,13 +91,8 @@ class Interrupts:
             yield
         finally:
             self._deferred = False
-            if self._is_pending:
+            if self.pending:
                 self._wake()
-
-    @property
-    def _is_pending(self) -> bool:
-        # A Ctrl-C that the end of a block has raised still counts, and another thread may wait by then.
-        return self._installed and self.count > self._taken
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -76,15 +101,9 @@ class Interrupts:
         os.close(self._writer)
 
     def __enter__(self) -> Self:
-        # Until the handler is replaced, Ctrl-C may raise between any two calls: nothing may have changed by then.
-        if self._depth == 0 and threading.get_ident() == self._main:
-            # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 27).
-            previous = getsignal(SIGINT)
-            if previous not in _NO_HANDLERS:  # a user who ignores Ctrl-C, for example, is left alone
-                self._previous = previous
-                self.count = self._taken = 0
-                signal(SIGINT, self._note)
-                self._installed = True
+        # Until the handlers are replaced, one may raise between any two calls: nothing may have changed by then.
+        if self._depth == self._outside and threading.get_ident() == self._main:
+            self._replace()
         self._depth += 1
         return self
 
@@ -92,22 +111,80 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._depth -= 1
-        if self._installed and self._depth == 0:
-            self._installed = False
-            signal(SIGINT, self._previous)  # from here on, Ctrl-C raises by itself
-            if self.count > self._taken:
+        if self._depth != self._outside:
+            return
+        if self._installed:
+            self._restore()  # from here on, a handler is called when its signal comes
+            if self.pending:
                 self._drain()
-                if not isinstance(error, KeyboardInterrupt):  # another error is its context: a caller may suppress it
-                    raise KeyboardInterrupt
+                if isinstance(error, KeyboardInterrupt):
+                    self._takes_ctrl_c()  # another one while the first was raised is the same
+                self._call()  # another error is the context of what it raises: a caller may suppress that error
+        if isinstance(error, Interrupted):
+            raise error.error from error.error.__cause__
+
+    def _replace(self) -> None:
+        """Note signals in place of calling handlers."""
+        # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 27).
+        found = [*map(getsignal, _SIGNALS)]
+        if found != self._found:
+            if self._noting in found:  # two signals at once have kept them from being put back
+                self._restore()
+                found = [*map(getsignal, _SIGNALS)]
+            # A user who ignores Ctrl-C, for example, is left alone.
+            self._handlers = {
+                number: each for number, each in zip(_SIGNALS, found, strict=True) if each not in _NO_HANDLERS
+            }
+            self._found = found
+        try:
+            for number in self._handlers:
+                self._handlers[number] = signal(number, self._noting)
+            self._installed = True
+        except BaseException:  # of a handler that was not replaced yet
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Put the handlers back, but for those that were changed meanwhile."""
+        self._installed, raised = False, None
+        while True:
+            try:
+                for number, handler in self._handlers.items():
+                    if getsignal(number) is self._noting:
+                        signal(number, handler)
+                break
+            except BaseException as error:  # noqa: BLE001  (of a handler that is back in its place)
+                raised = error
+        if raised is not None:
+            raise raised
+
+    def _call(self) -> None:
+        """Let the signals do what they would have done."""
+        while self.pending:
+            number = self.pending.popleft()
+            try:
+                raise_signal(number)
+            except BaseException:
+                self._call()  # the others, too
+                raise
+
+    def _takes_ctrl_c(self) -> bool:
+        """Whether Ctrl-C is pending and raises KeyboardInterrupt. It is no longer pending then."""
+        if SIGINT not in self.pending or self._handlers.get(SIGINT) is not default_int_handler:
+            return False
+        self.pending.remove(SIGINT)
+        return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        if number not in self.pending:  # the kernel does the same with a signal that waits
+            self.pending.append(number)
         if not self._deferred:
             self._wake()
 
     def _wake(self) -> None:
         if not self._closed:
-            os.write(self._writer, b"!")
+            with suppress(BlockingIOError):  # it is readable
+                os.write(self._writer, b"!")
 
     def _drain(self) -> None:
         if not self._closed:

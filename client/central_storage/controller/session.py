@@ -51,10 +51,10 @@ from .commands import (
 )
 from .core import ControllerCore
 from .input_segment import InputSegment
-from .interrupts import Interrupts
+from .interrupts import Interrupted, Interrupts
 from .output_listener import OutputListener
 from .result_leases import ResultLeases
-from .waits import Wait
+from .waits import Settling, Wait
 
 __all__ = ["Session", "Threads", "log", "wait_until_serving"]
 
@@ -141,7 +141,7 @@ class Session:
             self._read,
             linger=_LINGER,
             patience=_PATIENCE,
-            on_wake=self.interrupts.raise_pending,
+            on_wake=self.interrupts.hear,
             rings_late=True,
         )
         self._listener: OutputListener | None = None
@@ -157,7 +157,7 @@ class Session:
         Where it fails, the caller lets go of everything."""
         lifeline = self.lifeline
         lifeline.carry = self._carry
-        lifeline.while_waiting = self.interrupts.raise_pending
+        lifeline.while_waiting = self.interrupts.hear
         self._channel.connect(SERVER, server_endpoint(self._directory))
         self.wait(*self.core.hello(time.monotonic()))
         replicas = len(self.core.workers)
@@ -202,7 +202,7 @@ class Session:
         Raises KeyboardInterrupt for a Ctrl-C, ShutdownError where the service is gone, ReplicaLostError where the
         server died.
         """
-        self.interrupts.raise_pending()
+        self.interrupts.hear()
         try:
             received = self._channel.receive(timeout)
             if received is None or received.peer != SUPERVISOR:
@@ -252,8 +252,8 @@ class Session:
 
     def wait(self, wait: Wait, commands: Sequence[Command] = ()) -> None:
         """Carry out ``commands``, and wait until ``wait`` is over. Raises what the core says, such as KeyboardInterrupt
-        for a Ctrl-C, and what :meth:`receive` raises."""
-        core = self.core
+        for a Ctrl-C, what :meth:`receive` raises, and what handlers of signals raise."""
+        core, interrupts = self.core, self.interrupts
         was_waiting, self._is_waiting = self._is_waiting, True
         try:
             now = wait.started
@@ -261,6 +261,10 @@ class Session:
                 self.carry_out(commands)
                 now = time.monotonic()
             while not wait.is_over:
+                if interrupts.pending and isinstance(wait, Settling):
+                    self._call_handlers(wait)
+                    now = time.monotonic()
+                    continue
                 pause = core.pause(now)
                 if pause == 0.0:
                     self.carry_out(core.tick(now))
@@ -274,12 +278,31 @@ class Session:
                             self.carry_out(core.hear(record, time.monotonic()))
                 if not wait.is_over:
                     now = time.monotonic()
+        except KeyboardInterrupt:
+            if wait.raised is None:
+                raise
+            raise Interrupted(wait.raised) from None
         finally:
             core.leave(wait)
             self._is_waiting = was_waiting
             if self._compiling is not None and not was_waiting:
                 self._compiling.close()
                 self._compiling = None
+
+    def _call_handlers(self, wait: Settling) -> None:
+        """Call the handlers of the signals that have come. They may begin operations, which then wait for the runs
+        first. An Exception of a handler cancels the runs, as Ctrl-C does, and is raised when they are over; anything
+        else, such as SystemExit, is raised at once."""
+        core = self.core
+        try:
+            self.interrupts.call_handlers()
+        except KeyboardInterrupt:
+            self.carry_out(core.interrupt(time.monotonic()))
+        except Exception as error:  # noqa: BLE001  (raised at the end)
+            self.carry_out(core.interrupt(time.monotonic(), error))
+        self.require_service()
+        if not wait.is_over:
+            self.carry_out(core.tick(time.monotonic()))
 
     def ask(self, request: Record, answer: type[R]) -> R:
         """Ask the server, and wait for its answer. Raises what it refuses with."""

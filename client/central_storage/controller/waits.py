@@ -22,6 +22,8 @@ class Wait:
 
     is_run = False
     is_over = False
+    #: The Exception of a signal's handler that is raised in place of KeyboardInterrupt.
+    raised: Exception | None = None
     #: What another server is asked again, as long as this is waited for.
     asked: Sequence[Record] = ()
 

@@ -27,6 +27,18 @@ def strategy() -> Iterator[cs.CentralStorageStrategy]:
         yield made
 
 
+@pytest.fixture
+def handler() -> Iterator[Callable[[Callable[..., object]], None]]:
+    """Sets the handler of SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def set_handler(made: Callable[..., object]) -> None:
+        signal.signal(signal.SIGUSR1, made)
+
+    yield set_handler
+    signal.signal(signal.SIGUSR1, before)
+
+
 def _ctrl_c_at(kind: type[Record], strategy: cs.CentralStorageStrategy, patch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the script waits for the answer to the next request of this kind."""
     session = strategy.controller._session
@@ -106,6 +118,21 @@ def test_ctrl_c_at_any_point_is_raised_and_the_next_operation_works(
         made.append(OPERATIONS[name](strategy, w))
         pressed += 1
     assert pressed > 3
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_at_any_point_a_handler_may_begin_an_operation(
+    strategy: cs.CentralStorageStrategy, name: str, handler: Callable[[Callable[..., object]], None]
+) -> None:
+    w, read, made = cs.Variable(0.0, name="w"), list[object](), list[object]()
+    handler(lambda *_: read.append((strategy.run(_zero), w.numpy())))
+    for times, (where, _) in enumerate(
+        pressed_everywhere(lambda: made.append(OPERATIONS[name](strategy, w)), 41, signal.SIGUSR1), 1
+    ):
+        assert len(read) == times, where
+        assert len(made) == times, where
+        assert not strategy.controller._session.interrupts.is_entered, where
+    assert len(read) > 3
 
 
 def test_ctrl_c_leaves_the_context_of_a_run(strategy: cs.CentralStorageStrategy) -> None:

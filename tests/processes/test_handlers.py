@@ -1,0 +1,86 @@
+"""Handlers of signals that the script has set, while it trains."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from tests.harness.processes import start
+
+# A step ends when the handler has been called, or is cancelled.
+SCRIPT = """
+import pathlib, signal, sys, time
+
+import central_storage as cs
+
+there = pathlib.Path(sys.argv[1])
+strategy = cs.CentralStorageStrategy(["cpu:0"])
+with strategy.scope():
+    w = cs.Variable(0.0, aggregation=cs.VariableAggregation.SUM)
+
+
+def step():
+    w.assign_add(1.0)
+    print("computing", flush=True)
+    while not there.exists():
+        time.sleep(0.01)
+"""
+
+READS = """
+def handler(*_):
+    there.touch()
+    print("read", float(w.numpy()), flush=True)
+
+signal.signal(signal.SIGUSR1, handler)
+strategy.run(step)
+strategy.run(step)
+print("then", float(w.numpy()))
+"""
+
+RAISES = """
+def handler(*_):
+    raise TimeoutError("too long")
+
+signal.signal(signal.SIGUSR1, handler)
+try:
+    strategy.run(step)
+except TimeoutError as error:
+    print("raised", error)
+there.touch()
+strategy.run(step)
+print("then", float(w.numpy()))
+"""
+
+NOTES = """
+def handler(*_):
+    there.touch()
+
+signal.signal(signal.SIGUSR1, handler)
+signal.signal(signal.SIGINT, handler)
+strategy.run(step)
+print("then", float(w.numpy()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "signum", "printed"),
+    [
+        (READS, signal.SIGUSR1, "read 1.0\nthen 2.0\n"),
+        (RAISES, signal.SIGUSR1, "raised too long\nthen 1.0\n"),
+        (NOTES, signal.SIGUSR1, "then 1.0\n"),
+        (NOTES, signal.SIGINT, "then 1.0\n"),
+    ],
+    ids=["reads", "raises", "notes", "notes Ctrl-C"],
+)
+def test_a_handler_is_called_while_a_step_computes(
+    tmp_path: Path, handler: str, signum: signal.Signals, printed: str
+) -> None:
+    script = tmp_path / "trains.py"
+    script.write_text(SCRIPT + handler)
+    with start(script, tmp_path / "there") as child:
+        child.wait_for("computing")
+        child.signal(signum)
+        ended = child.wait()
+    assert ended.code == 0, ended
+    assert ended.out.replace("[w0] ", "").replace("computing\n", "") == printed
