@@ -56,6 +56,11 @@ RUN = step(6, 5)
 SIX = Value(b"six", ())
 
 
+def taken(returns: MarkedReturns) -> None:
+    """The server says that the step is over."""
+    returns.is_taken = True
+
+
 @dataclass
 class Case:
     """A worker that has returned from step 5 in full, and now returns from another."""
@@ -67,13 +72,16 @@ class Case:
     count: int = 1
     value: Value = SIX
     sent: int = 9
-    between: Callable[[MarkedReturns], object] = MarkedReturns.taken
+    between: Callable[[MarkedReturns], object] = taken
 
     def body(self) -> bytes | None:
         returns = MarkedReturns()
-        returns.said(CONTROLLER, self.base, 9)
+        returns.controller = CONTROLLER
+        returns.said(self.base, 9)
         self.between(returns)
-        return returns.body(self.controller, self.run, self.notes, self.count, self.value, self.sent)
+        returns.controller = self.controller
+        mark = returns.mark_of(self.run, self.notes, self.count, self.value, self.sent)
+        return None if mark is None else mark[0]
 
 
 def nothing(returns: MarkedReturns) -> None:
@@ -81,22 +89,22 @@ def nothing(returns: MarkedReturns) -> None:
 
 
 def another_mark(returns: MarkedReturns) -> None:
-    returns.taken()
-    body = returns.body(CONTROLLER, RUN, [APPLY], 1, SIX, 9)
-    assert body is not None
-    assert returns.marked(RUN, body)() == changed(BASE, run=RUN.run, value=SIX)
+    taken(returns)
+    mark = returns.mark_of(RUN, [APPLY], 1, SIX, 9)
+    assert mark is not None
+    assert mark[1]() == changed(BASE, run=RUN.run, value=SIX)
 
 
 def another_server(returns: MarkedReturns) -> None:
     returns.forget()
-    returns.taken()
+    taken(returns)
 
 
 def worse(returned: Return) -> Callable[[MarkedReturns], object]:
     def between(returns: MarkedReturns) -> None:
-        returns.taken()
-        returns.said(CONTROLLER, returned, 9)
-        returns.taken()
+        taken(returns)
+        returns.said(returned, 9)
+        taken(returns)
 
     return between
 
@@ -109,7 +117,7 @@ WITH_ARRAY = Value(b"six", (bytes_array(b"1"),))
 def test_a_mark_names_the_base_and_has_the_value() -> None:
     assert Case().body() == (5).to_bytes(8, "little") + b"six"
     assert Case(value=Value(b"", ())).body() == (5).to_bytes(8, "little")
-    assert Case(run=step(7, 5), between=lambda r: (another_mark(r), r.taken())).body() is not None
+    assert Case(run=step(7, 5), between=lambda r: (another_mark(r), taken(r))).body() is not None
 
 
 @pytest.mark.parametrize(
