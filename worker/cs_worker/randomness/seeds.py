@@ -34,7 +34,8 @@ class Seeds:
 
     Python and NumPy take a state as 624 numbers, and to make and read these takes longer than all else that a worker
     does for a small run. So the words are copied to where they lie in memory. That is still a sixth of what a worker
-    does for a small run, so it is done before the run comes, if the run can be foreseen.
+    does for a small run, so it is done before the run comes, if the run can be foreseen. It cannot wait until a number
+    is drawn, because neither generator says that before it draws.
     """
 
     def __init__(self, device: Callable[[int], None] | None) -> None:
