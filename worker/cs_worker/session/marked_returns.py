@@ -31,8 +31,8 @@ Mark: TypeAlias = tuple[bytes, Callable[[], Return]]
 
 # After a Return that is no base: no number of records equals it.
 _NEVER = -1
-# In place of a base and the beginning of its marks.
-_NONE = None, b""
+# So many beginnings of marks are kept.
+_KNOWN = 64
 
 
 class MarkedReturns:
@@ -47,20 +47,23 @@ class MarkedReturns:
         self._bases_of = b""  # the controller of their runs
         # How many records the server was sent up to the last Return.
         self._sent = _NEVER
-        # A base that is kept and has no name, and the bytes of a mark with its own notes, up to the value: a dense step
-        # brings the notes of its base again and again.
-        self._own: tuple[Return | None, bytes] = _NONE
+        # A step that repeats brings the same notes, as the same objects, again and again. By series, lookahead, count
+        # and the identities of the notes: the notes, which are held so that no others get these; their base, which has
+        # no name; and the bytes of its mark up to the value.
+        self._known: dict[tuple[int, ...], tuple[tuple[Note, ...], Return, bytes]] = {}
 
     def said(self, returned: Return, sent: int) -> None:
         """The server was sent ``returned`` in full. It was the record number ``sent``."""
         if self.controller != self._bases_of:
             self._bases, self._bases_of = marks.Bases(), self.controller
         self._sent = sent if self._bases.keep(returned) else _NEVER
-        self.is_taken, self._own = False, _NONE
+        self.is_taken = False
+        self._known.clear()  # a base may be kept no more
 
     def forget(self) -> None:
         """Another server serves."""
-        self._bases, self._own = marks.Bases(), _NONE
+        self._bases = marks.Bases()
+        self._known.clear()
 
     def mark_of(self, run: Run, notes: Sequence[Note], count: int, value: Value, sent: int) -> Mark | None:
         """The mark that says the Return of ``run``; None if it has to be said in full. One of the two follows. The
@@ -69,18 +72,20 @@ class MarkedReturns:
             return None
         if run.changes or len(run.run) > 1 or value.arrays:
             return None
-        given = tuple(notes)
-        brought = run.series, run.lookahead, count, given
-        base, beginning = self._own
-        if base is not None and (base.series, base.lookahead, base.count, base.notes) == brought:
-            body = beginning + value.body
-        else:
+        key = (run.series, run.lookahead, count, *map(id, notes))
+        known = self._known.get(key)
+        if known is None:
+            given = tuple(notes)
             base = self._bases.find(run.series, run.lookahead, given, count, run.name)
             if base is None:
                 return None
             places = list(marks.places_of(given))
-            if not base.name and base.notes == given:
-                self._own = base, marks.marked(base.run[0], b"", None, places)
-            body = marks.marked(base.run[0], value.body, run.step if base.name else None, places)
+            known = given, base, marks.marked(base.run[0], b"", run.step if base.name else None, places)
+            if not base.name:  # else the mark has the step, too
+                if len(self._known) >= _KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        _, base, beginning = known
+        body = beginning + value.body
         self.is_taken = False
         return body, partial(marks.returned, base, run.run[0], body)
