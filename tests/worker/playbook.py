@@ -190,9 +190,9 @@ class Play:
                 core.note_said(path, record, self.sent)
             case Ends(run, record):
                 assert record.value is not None
-                body = core.mark_of(run, record.notes, record.count, record.value, self.sent)
-                if body is not None:
-                    core.note_marked(run, body)
+                mark = core.returns.mark_of(run, record.notes, record.count, record.value, self.sent)
+                if mark is not None:
+                    core.note_marked(run.run, mark[1])
                     self.marked.append(run.run[0])
                 else:
                     self.sent += 1

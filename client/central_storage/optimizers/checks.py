@@ -52,25 +52,25 @@ def fitting(gradient: Any, variable: Variable) -> Any:
 
 def fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarray, np.ndarray]:
     """Values and indices (int64) of a sparse gradient."""
-    values, indices = _array(gradient.values), convert_to_tensor(gradient.indices)
-    if not variable.shape:
+    values, indices, shape = _array(gradient.values), convert_to_tensor(gradient.indices), variable.shape
+    if not shape:
         raise InvalidArgumentError(f"the gradient of {variable.name} is an IndexedSlices, but the variable has no rows")
-    if gradient.dense_shape is not None and gradient.dense_shape != variable.shape:
+    if gradient.dense_shape is not None and gradient.dense_shape != shape:
         raise InvalidArgumentError(
             f"the gradient of {variable.name} has dense_shape {gradient.dense_shape}, but the variable has shape "
-            f"{variable.shape}"
+            f"{shape}"
         )
-    if values.shape[1:] != variable.shape[1:]:
+    if values.shape[1:] != shape[1:]:
         raise InvalidArgumentError(
             f"the gradient of {variable.name} has rows of shape {values.shape[1:]}, but those of the variable have "
-            f"shape {variable.shape[1:]}"
+            f"shape {shape[1:]}"
         )
     _check_dtype(values, variable)
     if indices.size:
         for index in (indices.min(), indices.max()):
-            if not 0 <= index < variable.shape[0]:
+            if not 0 <= index < shape[0]:
                 raise InvalidArgumentError(
-                    f"the gradient of {variable.name} names row {index}, but the variable has {variable.shape[0]} rows"
+                    f"the gradient of {variable.name} names row {index}, but the variable has {shape[0]} rows"
                 )
     return values, indices.astype(np.int64, copy=False)
 

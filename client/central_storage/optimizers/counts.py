@@ -15,7 +15,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ControllerBackend, Strategy
+    from central_storage.core.backends import ControllerBackend
 
 __all__ = ["Counted"]
 
@@ -29,8 +29,6 @@ class Counted(Weights):
 
     #: The name of the optimizer in the table of ``cs_proto.arithmetic.optimizers``.
     kind: str
-    _strategy: Strategy | None
-    _number: int
     #: The counts of a checkpoint that was restored before there was a strategy to hold them.
     _kept_steps: dict[Variable, int]
 

@@ -98,7 +98,7 @@ def bring(given: Sequence[Given], combining: Combining) -> None:
     """Bring what the user gives to the strategy. Raises as :func:`apply_gradients` does."""
     strategy = backend = None
     for optimizer, _, _ in given:
-        strategy = optimizer.strategy
+        strategy = optimizer._strategy  # noqa: SLF001  (as all that is asked of it here: in every step)
         backend = current_replica(strategy)
         if backend is None:
             raise ContextError(_why_not_here(optimizer))
@@ -114,7 +114,7 @@ def bring(given: Sequence[Given], combining: Combining) -> None:
     gradients: list[Any] = []
     variables: list[Variable] = []
     for optimizer, each_gradients, each_variables in given:
-        counts += ((handle_id(optimizer)[1], len(each_variables)),)
+        counts += ((optimizer._number, len(each_variables)),)  # noqa: SLF001
         gradients += each_gradients
         variables += each_variables
     # If they are exactly the buffers that `gradient_buffers` returned for these variables, nothing has to be checked

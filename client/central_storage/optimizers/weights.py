@@ -32,6 +32,9 @@ class Weights(Handle):
     variables."""
 
     name: str
+    _strategy: Strategy | None
+    #: The number in the server; 0 before it is there.
+    _number: int
 
     @property
     def strategy(self) -> Strategy | None:

@@ -51,11 +51,15 @@ class Arena:
         self._part, self._parts = 0, 1
         self._used = used  # in the current part
         self._held: Sequence[tuple[int, int]] = ()
-        self._touched = [_pages(0, used)] if used else []  # the pages that take memory
+        self._touched: list[tuple[int, int]] = []  # the pages that take memory
+        #: Bytes of these pages.
+        self.touched_nbytes = 0
+        self._note_touched([_pages(0, used)] if used else [])
         # By address and size. The source is kept alive, so that no other array gets its address.
         self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
-        # By dtype, shape and offset: what a step places comes again in later steps.
-        self._known: dict[tuple[str, tuple[int, ...], int], Array] = {}
+        # By dtype, shape and offset: what a step places comes again in later steps. Each with the memory behind it, if
+        # that is mapped.
+        self._known: dict[tuple[str, tuple[int, ...], int], tuple[Array, np.ndarray | None]] = {}
 
     def place(self, value: np.ndarray) -> Array:
         """A descriptor of ``value``. Small values travel in a frame, large ones are copied into the arena, once."""
@@ -81,51 +85,65 @@ class Arena:
         for value in values:
             starts.append(total)
             total += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        whole, placed = self.new("uint8", (total,)).place, []
-        assert isinstance(whole, Location)
+        whole, placed = self._room(total), []
         assert self._mapping is not None
         for value, start in zip(values, starts, strict=True):
-            placed.append(self._described(value.dtype.name, value.shape, whole.offset + start))
-            self._mapping.write(placed[-1], value)
+            key = (dtype_name(value.dtype), value.shape, whole + start)
+            array, memory = self._known.get(key) or self._learnt(*key)
+            if memory is None:
+                self._mapping.write(array, value)
+            else:
+                memory[...] = value
+            placed.append(array)
         return placed
 
-    def _described(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-        key = (dtype, shape, offset)
-        array = self._known.get(key)
-        if array is None:
-            assert self._mapping is not None
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            array = self._known[key] = Array(dtype, shape, Location(self._mapping.name, offset))
-        return array
+    def _learnt(self, dtype: str, shape: tuple[int, ...], offset: int) -> tuple[Array, np.ndarray | None]:
+        """The descriptor of an array there, and the memory behind it, for later steps."""
+        assert self._mapping is not None
+        if len(self._known) >= _KNOWN:
+            self._known.clear()
+        array = Array(dtype, shape, Location(self._mapping.name, offset))
+        memory = self._mapping.view(array) if isinstance(self._mapping, Mapping) else None
+        found = self._known[dtype, shape, offset] = array, memory
+        return found
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
         """Room for an array. A large array begins on a new page, so that a reader can hold the pages of this array
         only. Raises :class:`MemoryPlanError` if the current part or the segment's file system is full, or the machine
         has too little memory left."""
+        offset = self._room(item_nbytes(dtype) * math.prod(shape))
+        assert self._mapping is not None
+        return Array(dtype, shape, Location(self._mapping.name, offset))
+
+    def _room(self, nbytes: int) -> int:
+        """The offset of room for so many bytes, as :meth:`new` says."""
         if self._mapping is None:
             self._mapping = self._open()
-        nbytes = item_nbytes(dtype) * math.prod(shape)
         alignment = mmap.PAGESIZE if nbytes > INLINE_NBYTES else _ALIGNMENT
-        start = -(-(self._start + self._used) // alignment) * alignment
+        part_nbytes = self._part_nbytes
+        part_start = self._part * part_nbytes
+        start = -(-(part_start + self._used) // alignment) * alignment
         for first, stop in self._held:
             if start + nbytes <= first:
                 break
             start = max(start, stop)
-        end = start + nbytes - self._start
-        if end > self._part_nbytes:
+        end = start + nbytes - part_start
+        if end > part_nbytes:
             where = self._mapping.name if self._parts == 1 else f"one of {self._parts} parts of {self._mapping.name}"
             raise MemoryPlanError(
-                f"{nbytes} bytes{in_units(nbytes)} do not fit into {where}: {self._used} of {self._part_nbytes} bytes"
-                f"{in_units(self._part_nbytes)} are in use; send or return less at a time"
+                f"{nbytes} bytes{in_units(nbytes)} do not fit into {where}: {self._used} of {part_nbytes} bytes"
+                f"{in_units(part_nbytes)} are in use; send or return less at a time"
                 + ("; the script still holds results there" if self._held else "")
             )
         touched = _pages(start, start + nbytes)
         if missing := without([touched], self._touched):
             self._grow(nbytes, missing)
-            self._touched = merged([*self._touched, touched])
+            self._note_touched(merged([*self._touched, touched]))
         self._used = end
-        return Array(dtype, shape, Location(self._mapping.name, start))
+        return start
+
+    def _note_touched(self, pages: list[tuple[int, int]]) -> None:
+        self._touched, self.touched_nbytes = pages, sum(stop - start for start, stop in pages)
 
     def _grow(self, nbytes: int, missing: Sequence[tuple[int, int]]) -> None:
         """Take memory for these pages, which an array of ``nbytes`` needs; for all of them or for none."""
@@ -164,11 +182,6 @@ class Arena:
         assert self._mapping is not None
         return self._mapping.view(array)
 
-    @property
-    def touched_nbytes(self) -> int:
-        """Bytes of the pages that take memory."""
-        return sum(stop - start for start, stop in self._touched)
-
     def mark(self) -> int:
         """The current position. :meth:`release` frees what is placed after it."""
         return self._used
@@ -188,15 +201,11 @@ class Arena:
             self._shared.clear()
         is_same, used = parts == self._parts, self._used
         self._part, self._parts, self._used, self._held = part, parts, 0, held
-        touched = self._touched
-        if self._mapping is None or not touched:
-            return
         keep = max(_KEEP_NBYTES // parts, used)
-        if touched[-1][1] - touched[0][0] <= keep:  # most, without a sum
+        if self._mapping is None or self.touched_nbytes <= keep:
             return
-        if self.touched_nbytes <= keep:
-            return
-        first, last = (self._start, self._start + self._part_nbytes) if is_same else (0, self._mapping.nbytes)
+        start, nbytes = part * self._part_nbytes, self._part_nbytes
+        first, last = (start, start + nbytes) if is_same else (0, self._mapping.nbytes)
         gone = []
         for start, stop in without(self._touched, merged([(0, first), (last, self._mapping.nbytes), *held])):
             kept = min(stop, start + keep // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -204,21 +213,17 @@ class Arena:
             if kept < stop:
                 self._mapping.discard(kept, stop)
                 gone.append((kept, stop))
-        self._touched = without(self._touched, gone)
+        self._note_touched(without(self._touched, gone))
 
     @property
     def _part_nbytes(self) -> int:
         assert self._mapping is not None
         return self._mapping.nbytes // self._parts // mmap.PAGESIZE * mmap.PAGESIZE
 
-    @property
-    def _start(self) -> int:
-        """Where the current part begins."""
-        return self._part * self._part_nbytes
-
     def close(self) -> None:
         """Release the memory: the service is over. Idempotent."""
         self._mapping = None
+        self._known.clear()
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:

@@ -290,6 +290,10 @@ class Mapping:
                 found.append((first - address, last - address))
         return found
 
+    def addresses(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The addresses (start, stop) of these bytes (start, stop)."""
+        return [(self._address + start, self._address + stop) for start, stop in ranges]
+
     def restore(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Give back what this process has written to the pages of these bytes (start, stop): they show the segment
         again. What was preserved in these pages is lost, too."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -52,6 +53,23 @@ class Pagemap:
                 bounds = np.flatnonzero(np.diff(is_own, prepend=False, append=False)).reshape(-1, 2) * mmap.PAGESIZE
                 found += [(first + int(low), first + int(high)) for low, high in bounds]
         return found
+
+    def may_have_own(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether this process may have written a page of these ranges (start, stop) of addresses, all multiples of the
+        page size. True also where the kernel does not say, and where there are so many pages that to find the written
+        ones takes little longer."""
+        for start, stop in ranges:
+            count = (stop - start) // mmap.PAGESIZE
+            if count > _AT_ONCE:
+                return True
+            try:
+                entries = os.pread(self._file, count * _ENTRY_NBYTES, start // mmap.PAGESIZE * _ENTRY_NBYTES)
+            except OSError:
+                return True
+            is_whole = len(entries) == count * _ENTRY_NBYTES
+            if not is_whole or entries[_ENTRY_NBYTES - 1 :: _ENTRY_NBYTES].translate(None, _NOT_OWN):
+                return True
+        return False
 
     def _test(self) -> None:
         """Raise OSError unless the kernel tells a page that was written from one that was only read."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import numpy as np
 import pytest
@@ -14,11 +16,15 @@ from tests.harness.examples import examples
 
 from cs_proto.arrays import INLINE_NBYTES, Array, Location, frame_view
 from cs_proto.errors import MemoryPlanError
+from cs_proto.messages import Done, Put
 from cs_proto.ranges import merged
-from cs_proto.records import Frame
+from cs_proto.records import Frame, Record
 from cs_runtime import machine
 from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.shared_memory.remote_segment import RemoteSegment
+
+R = TypeVar("R", bound=Record)
 
 NBYTES = 16 << 20
 
@@ -77,6 +83,23 @@ def test_arrays_of_the_same_kind_at_the_same_place_have_one_descriptor() -> None
         made.reset()
         assert placed != first
         np.testing.assert_array_equal(made.view(placed), other, strict=True)
+
+
+def test_where_memory_is_not_mapped_arrays_of_the_same_kind_are_written_each_time() -> None:
+    written = []
+
+    def carry(request: Callable[[int], Record], answer: type[R]) -> R:
+        put = request(1)
+        assert isinstance(put, Put)
+        assert put.value is not None
+        written.append(frame_view(put.value).view(np.float32).tolist())
+        return cast("R", Done(1, 0, 0))
+
+    made = Arena(lambda: RemoteSegment("arena/test", NBYTES, carry))
+    for value in (1.0, 2.0):
+        made.put_all([np.full(3, value, np.float32)])
+        made.reset()
+    assert written == [[1, 1, 1], [2, 2, 2]]
 
 
 def test_what_is_shared_again_is_placed_once() -> None:

@@ -69,6 +69,39 @@ def test_pages_are_found_across_the_pieces_that_are_read(
     assert np.flatnonzero(found).tolist() == [2, 3, 11]
 
 
+def may_have_own(mapped: mmap.mmap, *pages: tuple[int, int]) -> bool:
+    """Whether there may be an own page in these ranges of numbers of pages."""
+    start = start_of(mapped)
+    return Pagemap().may_have_own([(start + first * PAGE, start + last * PAGE) for first, last in pages])
+
+
+def test_of_pages_that_were_only_read_none_may_be_own(private: mmap.mmap) -> None:
+    assert not any(private[:])
+    assert not may_have_own(private)
+    assert not may_have_own(private, (0, PAGES))
+    private[11 * PAGE] = 1
+    assert may_have_own(private, (0, 3), (11, 12))
+    assert may_have_own(private, (11, 12), (0, 3))
+    assert not may_have_own(private, (0, 11), (12, PAGES))
+
+
+def test_where_pages_are_many_or_the_kernel_does_not_say_they_may_be_own(
+    private: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, nbytes: int, offset: int) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    pagemap, pages = Pagemap(), [(start_of(private), start_of(private) + PAGES * PAGE)]
+    assert not pagemap.may_have_own(pages)
+    with monkeypatch.context() as patch:
+        patch.setattr(pagemaps, "_AT_ONCE", PAGES - 1)
+        assert pagemap.may_have_own(pages)
+    monkeypatch.setattr(os, "pread", lambda *_: bytes(8))
+    assert pagemap.may_have_own(pages)
+    monkeypatch.setattr(os, "pread", refuse)
+    assert pagemap.may_have_own(pages)
+
+
 def test_a_piece_that_is_cut_off_is_an_error(private: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     pagemap, start = Pagemap(), start_of(private)
     monkeypatch.setattr(os, "pread", lambda *_: bytes(8))

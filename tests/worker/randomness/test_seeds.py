@@ -105,6 +105,16 @@ def test_the_states_are_evenly_distributed() -> None:
         assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.15
 
 
+def test_runs_of_several_functions_in_turns_draw_the_same_numbers_as_each_alone() -> None:
+    runs = [(7, "m.step", 5, 1), (7, "m.step", 6, 1), (7, "m.evaluate", 6, 1), (7, "m.step", 6, 0), (8, "m.step", 6, 0)]
+    runs += [(7, "m.step", 6, 1), (7, "m.step", 5, 1), (7, "m.step", 5, 1, (2, 0)), (7, "m.step", 7, 1, (2, 0))]
+    wanted, made, drawn = [draw(*run) for run in runs], Seeds(lambda number: None), []
+    for run in runs:
+        made.begin(Streams(*run))
+        drawn.append((random.random(), float(np.random.rand())))
+    assert drawn == wanted
+
+
 def test_state_is_kept_around_a_nested_run() -> None:
     Seeds(lambda number: None).begin(Streams(7, "m.step", 5, 0))
     restore = kept_random_state()

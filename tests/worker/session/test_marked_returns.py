@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tests.worker.playbook import CONTROLLER, PEERS, REGISTER, REGISTERED, ended, run, step
 
-from cs_proto.arrays import array_of, bytes_array
+from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import PeerProtocolError
 from cs_proto.failures import error_of
-from cs_proto.marks import Bases, base_of
+from cs_proto.marks import BASES, Bases, base_of
 from cs_proto.messages import (
     ApplyPoint,
     Ask,
@@ -56,6 +56,11 @@ RUN = step(6, 5)
 SIX = Value(b"six", ())
 
 
+def taken(returns: MarkedReturns) -> None:
+    """The server says that the step is over."""
+    returns.is_taken = True
+
+
 @dataclass
 class Case:
     """A worker that has returned from step 5 in full, and now returns from another."""
@@ -67,13 +72,16 @@ class Case:
     count: int = 1
     value: Value = SIX
     sent: int = 9
-    between: Callable[[MarkedReturns], object] = MarkedReturns.taken
+    between: Callable[[MarkedReturns], object] = taken
 
     def body(self) -> bytes | None:
         returns = MarkedReturns()
-        returns.said(CONTROLLER, self.base, 9)
+        returns.controller = CONTROLLER
+        returns.said(self.base, 9)
         self.between(returns)
-        return returns.body(self.controller, self.run, self.notes, self.count, self.value, self.sent)
+        returns.controller = self.controller
+        mark = returns.mark_of(self.run, self.notes, self.count, self.value, self.sent)
+        return None if mark is None else mark[0]
 
 
 def nothing(returns: MarkedReturns) -> None:
@@ -81,22 +89,22 @@ def nothing(returns: MarkedReturns) -> None:
 
 
 def another_mark(returns: MarkedReturns) -> None:
-    returns.taken()
-    body = returns.body(CONTROLLER, RUN, [APPLY], 1, SIX, 9)
-    assert body is not None
-    assert returns.marked(RUN, body)() == changed(BASE, run=RUN.run, value=SIX)
+    taken(returns)
+    mark = returns.mark_of(RUN, [APPLY], 1, SIX, 9)
+    assert mark is not None
+    assert mark[1]() == changed(BASE, run=RUN.run, value=SIX)
 
 
 def another_server(returns: MarkedReturns) -> None:
     returns.forget()
-    returns.taken()
+    taken(returns)
 
 
 def worse(returned: Return) -> Callable[[MarkedReturns], object]:
     def between(returns: MarkedReturns) -> None:
-        returns.taken()
-        returns.said(CONTROLLER, returned, 9)
-        returns.taken()
+        taken(returns)
+        returns.said(returned, 9)
+        taken(returns)
 
     return between
 
@@ -109,7 +117,7 @@ WITH_ARRAY = Value(b"six", (bytes_array(b"1"),))
 def test_a_mark_names_the_base_and_has_the_value() -> None:
     assert Case().body() == (5).to_bytes(8, "little") + b"six"
     assert Case(value=Value(b"", ())).body() == (5).to_bytes(8, "little")
-    assert Case(run=step(7, 5), between=lambda r: (another_mark(r), r.taken())).body() is not None
+    assert Case(run=step(7, 5), between=lambda r: (another_mark(r), taken(r))).body() is not None
 
 
 @pytest.mark.parametrize(
@@ -142,6 +150,43 @@ def test_a_mark_names_the_base_and_has_the_value() -> None:
 )
 def test_each_condition_alone_has_the_return_sent(case: Case) -> None:
     assert case.body() is None
+
+
+def rows_at(offset: int, rows: int) -> ApplyPoint:
+    """An apply of rows whose values and indices lie at ``offset`` and behind that."""
+    values = Array("float32", (rows, 2), Location("arenas/1", offset))
+    indices = Array("int64", (rows,), Location("arenas/1", offset + 1024))
+    return changed(APPLY, updates=(OptimizerUpdate(1, 1, (), (SparseGradient(1, values, indices),)),))
+
+
+def test_rows_at_places_that_take_turns_have_marks_with_their_own_places() -> None:
+    bases, returns = Bases(), MarkedReturns()
+    returns.controller = CONTROLLER
+    applies = [rows_at(offset, rows) for offset, rows in ((0, 3), (4096, 3), (8192, 2))]
+    full = changed(BASE, notes=(applies[0],))
+    bases.keep(full)
+    returns.said(full, 9)
+    for number in range(6, 18):
+        taken(returns)
+        given, value = step(number, 5), Value(b"%d" % number, ())
+        # Some are other objects at the same place.
+        note = changed(applies[number % 3]) if number % 5 == 0 else applies[number % 3]
+        mark = returns.mark_of(given, [note], 1, value, 9)
+        assert mark is not None
+        wanted = changed(full, run=given.run, value=value, notes=(note,))
+        assert mark[1]() == bases.returned(number, mark[0]) == wanted
+
+
+def test_what_was_known_of_a_base_that_is_not_kept_is_forgotten() -> None:
+    returns = MarkedReturns()
+    returns.controller = CONTROLLER
+    returns.said(BASE, 9)
+    taken(returns)
+    assert returns.mark_of(RUN, [APPLY], 1, SIX, 9) is not None
+    for number in range(7, 7 + BASES):
+        returns.said(changed(BASE, run=(number,), count=2), 9)
+        taken(returns)
+    assert returns.mark_of(RUN, [APPLY], 1, SIX, 9) is None
 
 
 # --- nothing is lost, and nothing changes ---------------------------------------------------------------------------
@@ -220,6 +265,8 @@ class World:
         self.heard: list[Record] = []
         self.ends: dict[int, Return] = {}
         self.number = 0
+        #: What the functions bring: a worker keeps it, and brings the same object again.
+        self.applies = [changed(APPLY, site=f"train.py:{n}") for n in range(self.functions)]
         #: The last run of which a server has the Return: the next server knows it, too.
         self.taken = 0
         self.is_dead = False
@@ -276,7 +323,9 @@ class World:
         if self.decide(20) == 0:
             self.server_dies()
         # With twelve functions there are more kinds of Returns than bases.
-        notes = [changed(APPLY, site=f"train.py:{self.decide(self.functions)}")] if self.decide(12) else [ASSIGN]
+        notes: list[Note] = [self.applies[self.decide(self.functions)]] if self.decide(12) else [ASSIGN]
+        if self.decide(6) == 0:  # it was forgotten
+            notes = [changed(note) for note in notes]
         fails = self.decide(20) == 0
         arrays = (bytes_array(b"1"),) if self.decide(12) == 0 else ()
         value = Value(b"%d" % run.run[0] * (2000 if self.decide(12) == 0 else 1), arrays)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as Pairs
+from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -51,7 +52,6 @@ class _Shown:
     def __init__(self) -> None:
         self.ranges: dict[int, tuple[int, int]] = {}
         self._pages: list[tuple[int, int]] | None = None
-        self._nbytes = 0
 
     def add(self, number: int, start: int, stop: int) -> None:
         self.ranges[number] = start, stop
@@ -65,13 +65,14 @@ class _Shown:
     def pages(self) -> list[tuple[int, int]]:
         if self._pages is None:
             self._pages = pages_of(self.ranges.values())
-            self._nbytes = sum(stop - start for start, stop in self._pages)
         return self._pages
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all pages."""
-        return self._nbytes if self._pages is not None else sum(stop - start for start, stop in self.pages)
+
+class _Pages(NamedTuple):
+    """The pages of the variables that were read in all mappings: where they lie, and how many bytes they have."""
+
+    addresses: list[tuple[int, int]]
+    nbytes: int
 
 
 class WrittenPages:
@@ -82,9 +83,9 @@ class WrittenPages:
         self._lifeline = lifeline
         self._replica = replica
         self._name = name
-        # By mapping, as long as that lives. To go through a WeakKeyDictionary takes eight calls more, in every run.
+        # By mapping, as long as that lives.
         self._shown: dict[ref[Mapping], _Shown] = {}
-        self._nbytes: int | None = 0  # of all their pages; None: not known since they changed
+        self._pages: _Pages | None = None  # None: they have changed
         self._protected: set[int] = set()
         self._pagemap: Pagemap | None = None
         self._is_blind = False
@@ -108,7 +109,7 @@ class WrittenPages:
             key = ref(mapping, self._leave)
             self._shown[key] = _Shown()
         self._shown[key].add(record.number, *found)
-        self._nbytes = None
+        self._pages = None
         if record.number in self._protected:
             mapping.protect([found])
 
@@ -118,7 +119,7 @@ class WrittenPages:
 
     def _leave(self, key: ref[Mapping]) -> None:
         self._shown.pop(key, None)
-        self._nbytes = None
+        self._pages = None
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These variables are freed: others may lie in their places from now on."""
@@ -130,7 +131,7 @@ class WrittenPages:
                 self.look(mapping)
             for number in gone:
                 shown.remove(number)
-        self._nbytes = None
+        self._pages = None
 
     def protect(self, numbers: Iterable[int]) -> None:
         """Make these variables unwritable, here and wherever they are mapped later."""
@@ -173,9 +174,14 @@ class WrittenPages:
     @property
     def are_small(self) -> bool:
         """Whether all variables that were read are so small that looking at them costs next to nothing."""
-        if self._nbytes is None:
-            self._nbytes = sum([shown.nbytes for shown in list(self._shown.values())])
-        return self._nbytes <= _SMALL_NBYTES
+        return (self._pages or self._all_pages()).nbytes <= _SMALL_NBYTES
+
+    def _all_pages(self) -> _Pages:
+        """The pages of all variables that were read, which are the same in most runs."""
+        living = self._living()
+        addresses = [each for mapping, shown in living for each in mapping.addresses(shown.pages)]
+        found = self._pages = _Pages(addresses, sum([stop - start for start, stop in addresses]))
+        return found
 
     def _living(self) -> list[tuple[Mapping, _Shown]]:
         """What was shown in each mapping. A mapping may go at any moment, but not while the list holds it."""
@@ -202,9 +208,10 @@ class WrittenPages:
     def end_run(self) -> None:
         """The function has returned. Raises VariableWrittenError if a variable is found written now or was in the
         middle of the run."""
-        if not self._shown or self._runs >= _RUNS_BETWEEN or self.are_small:
-            for key, shown in list(self._shown.items()) if self._shown else ():
-                if (mapping := key()) is not None:
+        pages = self._pages or self._all_pages()
+        if pages.nbytes <= _SMALL_NBYTES or self._runs >= _RUNS_BETWEEN:
+            if pages.addresses and (self._pagemap is None or self._pagemap.may_have_own(pages.addresses)):
+                for mapping, shown in self._living():
                     self._look(mapping, shown)
             since, self._since, self._runs = self._since, None, 0
         else:

@@ -23,9 +23,10 @@ __all__ = ["Seeds", "kept_random_state"]
 
 # A state of the Mersenne Twister is so many words. The next one is drawn after the last of them: all are new then.
 _WORDS = 624
-# A state of each generator that can be told from others.
+# A state of Python's generator that can be told from others.
 _PYTHON = (3, (*range(1, _WORDS + 1), _WORDS), None)
-_NUMPY: Any = ("MT19937", _PYTHON[1][:-1], _WORDS)
+# The place of the step in the counter of a stream.
+_STEP = 3
 
 
 class Seeds:
@@ -33,7 +34,8 @@ class Seeds:
 
     Python and NumPy take a state as 624 numbers, and to make and read these takes longer than all else that a worker
     does for a small run. So the words are copied to where they lie in memory. That is still a sixth of what a worker
-    does for a small run, so it is done before the run comes, if the run can be foreseen.
+    does for a small run, so it is done before the run comes, if the run can be foreseen. It cannot wait until a number
+    is drawn, because neither generator says that before it draws.
     """
 
     def __init__(self, device: Callable[[int], None] | None) -> None:
@@ -43,9 +45,12 @@ class Seeds:
         # One object for all runs: to make another takes ten times as long as to set its state.
         self._philox = np.random.Philox(0)
         self._state: Any = self._philox.state
+        # What the stream in it follows from, but for the step.
+        self._source: tuple[object, ...] = ()
         self._generator: Any = getattr(random.random, "__self__", None)
         self._python = _words_of(self._generator)
-        # NumPy's bit generator, and its state in memory: the words, and the place of the next one, uint32 [625].
+        # NumPy's bit generator, and its state in memory: the words, and the place of the next one, uint32 [625]. None
+        # if the user's code has put one of another kind in its place.
         self._numpy: tuple[object, np.ndarray] | None = None
         # The run for which the states are set already, the words, and the states as bytes.
         self._foreseen: tuple[object, np.ndarray, tuple[bytes, bytes]] | None = None
@@ -79,11 +84,24 @@ class Seeds:
 
     def _set(self, streams: Streams) -> np.ndarray:
         """Set the states, and return the words of the stream."""
-        self._state["state"] = streams.beginning(Purpose.STATES)
+        seed, path, function, step, replica = streams.place
+        source = seed, path, function, replica
+        if self._source != source:  # in few runs
+            self._state["state"] = streams.beginning(Purpose.STATES)
+            self._source = source
+        self._state["state"]["counter"][_STEP] = step
         self._philox.state = self._state
         words = self._philox.random_raw(_WORDS + 2)
         halves = words.view(np.uint32)
-        self._set_numpy(halves[:_WORDS])
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if self._numpy is None or self._numpy[0] is not bits:
+            self._numpy = (bits, _words_of_numpy(bits)) if type(bits) is np.random.MT19937 else None
+        if self._numpy is None:
+            np.random.seed(words[:4].tolist())
+        else:
+            np.random.set_bit_generator(bits)  # type: ignore[attr-defined]  # forgets the second number of a pair
+            self._numpy[1][:_WORDS] = halves[:_WORDS]
+            self._numpy[1][_WORDS] = _WORDS
         python = halves[_WORDS : 2 * _WORDS]
         if self._python is None:
             random.setstate((3, (*python.tolist(), _WORDS), None))
@@ -93,19 +111,6 @@ class Seeds:
             self._generator.gauss_next = None  # the second number of a normal pair
         return words
 
-    def _set_numpy(self, words: np.ndarray) -> None:
-        try:
-            np.random.set_state(_NUMPY)  # which also forgets the second number of a normal pair
-        except ValueError:  # the user's code has put another bit generator in its place
-            np.random.seed(words[:4].tolist())
-            self._numpy = None  # where the state of another bit generator lies is not known
-            return
-        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if self._numpy is None or self._numpy[0] is not bits:
-            memory = (ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address)
-            self._numpy = bits, np.ctypeslib.as_array(memory)
-        self._numpy[1][:_WORDS] = words
-
 
 def _words_of(generator: Any) -> np.ndarray | None:
     """The state of ``random``'s generator in memory: the place of the next word, and the words, uint32 [625]. Where
@@ -113,10 +118,15 @@ def _words_of(generator: Any) -> np.ndarray | None:
     known = random.Random()
     known.setstate(_PYTHON)
     memory = ctypes.string_at(id(known), sys.getsizeof(known))
-    at = memory.find(np.array((_WORDS, *_NUMPY[1]), np.uint32).tobytes())
+    at = memory.find(np.array((_WORDS, *_PYTHON[1][:-1]), np.uint32).tobytes())
     if at < 0 or type(generator) is not random.Random:
         return None
     return np.ctypeslib.as_array((ctypes.c_uint32 * (1 + _WORDS)).from_address(id(generator) + at))
+
+
+def _words_of_numpy(bits: Any) -> np.ndarray:
+    """The state of NumPy's bit generator in memory: the words, and the place of the next one, uint32 [625]."""
+    return np.ctypeslib.as_array((ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address))
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:

@@ -91,10 +91,10 @@ class Conversation:
         """Say by a mark that ``run`` has returned ``value``, with ``notes``, after ``count`` merge points. False if its
         Return has to be sent."""
         session, link = self.session, self.link
-        body = session.mark_of(run, notes, count, value, link.sent)
-        if body is None or not link.mark_server(run.run[0], body):
+        mark = session.returns.mark_of(run, notes, count, value, link.sent)
+        if mark is None or not link.mark_server(run.run[0], mark[0]):
             return False
-        session.note_marked(run, body)
+        session.note_marked(run.run, mark[1])
         return True
 
     def wait(

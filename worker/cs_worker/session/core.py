@@ -13,13 +13,13 @@ outputs in their order. It says when a run or a wait begins and ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from cs_proto import messages
 from cs_proto.errors import Fenced, code_of
 from cs_proto.frozen import frozen
-from cs_proto.messages import Forget, Introduce, Note, Prepare, Return, Run, RunId, Value
+from cs_proto.messages import Forget, Introduce, Prepare, Return, Run, RunId
 from cs_proto.peers import HOLDER, SERVER, SUPERVISOR
 from cs_proto.records import Record
 
@@ -174,6 +174,8 @@ class SessionCore:
         self.waiting_step: Run | None = None
         #: The controller whose further steps need not wake this worker: the server's word comes before them.
         self.quiet_peer: bytes | None = None
+        #: What the server has of this worker's Returns, so that a mark may say the next one.
+        self.returns = MarkedReturns()
         self._register = register
         self._peers = peers
         self._work: deque[tuple[bytes, Work]] = deque()
@@ -195,7 +197,6 @@ class SessionCore:
         # What the server got without a question and may not have heard, with the path of the run or merge_call that
         # each ends. What was said by a mark is made into a record when another server needs it.
         self._said: list[tuple[RunId, Record | Callable[[], Record]]] = []
-        self._returns = MarkedReturns()
         # The last nested run that was taken at each merge_call of the run under way. If the holder of the token is
         # replaced, the next holder sends nested runs again.
         self._taken: dict[RunId, int] = {}
@@ -219,7 +220,7 @@ class SessionCore:
     def begin_run(self, controller: bytes, run: Run) -> None:
         """A run of the controller begins, so the run before it is over."""
         self.waits += 1
-        self._run = (controller, run.run)
+        self._run, self.returns.controller = (controller, run.run), controller
         self._client = self._peers[controller].client
         self._step, self.quiet_peer = ((controller, run), controller) if run.series else (None, None)
         self._unclaimed, self._said, self._taken = [], [], {}
@@ -270,16 +271,11 @@ class SessionCore:
         the record number ``sent``."""
         self._said.append((path, record))
         if isinstance(record, Return) and self._run is not None:
-            self._returns.said(self._run[0], record, sent)
+            self.returns.said(record, sent)
 
-    def mark_of(self, run: Run, notes: Sequence[Note], count: int, value: Value, sent: int) -> bytes | None:
-        """The bytes of the mark that says that ``run`` has returned; None if its Return has to be sent. The server was
-        sent ``sent`` records so far."""
-        return None if self._run is None else self._returns.body(self._run[0], run, notes, count, value, sent)
-
-    def note_marked(self, run: Run, body: bytes) -> None:
-        """The mark with these bytes said that ``run`` has returned."""
-        self._said.append((run.run, self._returns.marked(run, body)))
+    def note_marked(self, path: RunId, in_full: Callable[[], Return]) -> None:
+        """A mark has said that the run ``path`` has returned. ``in_full`` makes the Return for which it stands."""
+        self._said.append((path, in_full))
 
     def note_over(self, path: RunId) -> None:
         """The nested run or merge_call ``path`` is over, and so are those before it at the same place: the server has
@@ -296,7 +292,7 @@ class SessionCore:
         if self.registered is None:
             return [SendServer(self._register)]
         questions = [wait.question for wait in self._waiting if wait is not None and wait.question is not None]
-        self._returns.forget()
+        self.returns.forget()
         in_full = [said if isinstance(said, Record) else said() for _, said in self._said]
         again = [SendServer(record) for record in (*in_full, *questions)]
         return [*again, *self._confirm_gone()]
@@ -375,7 +371,7 @@ class SessionCore:
         if isinstance(record, messages.StepFinished) and self._step is not None and record.run == self._step[1].run:
             finished, self._step, self.quiet_peer = self._step, None, None
             self._said.clear()
-            self._returns.taken()
+            self.returns.is_taken = True
             return self._fail_series(*finished) if record.failed else []
         if isinstance(record, messages.Registered | messages.WorkerRestarted):
             return [NoteWorkers(record)]
@@ -436,7 +432,7 @@ class SessionCore:
                 return [Drop(controller, record, "a step before it failed")]
             self._failed = None
             if not record.series and self._run is None:
-                self._returns.taken()
+                self.returns.is_taken = True
         self._work.append((controller, record))
         return []
 

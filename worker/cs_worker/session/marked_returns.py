@@ -19,73 +19,73 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from cs_proto import marks
 from cs_proto.messages import Note, Return, Run, Value
 
-__all__ = ["MarkedReturns"]
+__all__ = ["Mark", "MarkedReturns"]
+
+#: The bytes of a mark, and what makes the Return for which it stands.
+Mark: TypeAlias = tuple[bytes, Callable[[], Return]]
 
 # After a Return that is no base: no number of records equals it.
 _NEVER = -1
+# So many beginnings of marks are kept.
+_KNOWN = 64
 
 
 class MarkedReturns:
     """What the server has of this worker's Returns."""
 
     def __init__(self) -> None:
+        #: The controller of the run under way.
+        self.controller = b""
+        #: Whether the last Return has been acted on, so the server has taken it and all that it was sent before.
+        self.is_taken = False
         self._bases = marks.Bases()
-        self._controller = b""
+        self._bases_of = b""  # the controller of their runs
         # How many records the server was sent up to the last Return.
         self._sent = _NEVER
-        self._is_taken = False
-        # The base that the last bytes of :meth:`body` name.
-        self._named: Return | None = None
-        # A base that is kept and has no name, and the bytes of a mark with its own notes, up to the value: a dense step
-        # brings the notes of its base again and again.
-        self._own: tuple[Return, bytes] | None = None
+        # A step that repeats brings the same notes, as the same objects, again and again. By series, lookahead, count
+        # and the identities of the notes: the notes, which are held so that no others get these; their base, which has
+        # no name; and the bytes of its mark up to the value.
+        self._known: dict[tuple[int, ...], tuple[tuple[Note, ...], Return, bytes]] = {}
 
-    def said(self, controller: bytes, returned: Return, sent: int) -> None:
-        """The server was sent ``returned`` in full, of a run of ``controller``. It was the record number ``sent``."""
-        if controller != self._controller:
-            self._bases, self._controller = marks.Bases(), controller
+    def said(self, returned: Return, sent: int) -> None:
+        """The server was sent ``returned`` in full. It was the record number ``sent``."""
+        if self.controller != self._bases_of:
+            self._bases, self._bases_of = marks.Bases(), self.controller
         self._sent = sent if self._bases.keep(returned) else _NEVER
-        self._is_taken, self._own = False, None
-
-    def marked(self, run: Run, body: bytes) -> Callable[[], Return]:
-        """The mark with these bytes, the last ones of :meth:`body`, said that ``run`` has returned. The result makes
-        the Return for which it stands."""
-        assert self._named is not None
-        self._is_taken = False
-        return partial(marks.returned, self._named, run.run[0], body)
-
-    def taken(self) -> None:
-        """The last Return has been acted on, so the server has taken it and all that it was sent before."""
-        self._is_taken = True
+        self.is_taken = False
+        self._known.clear()  # a base may be kept no more
 
     def forget(self) -> None:
         """Another server serves."""
-        self._bases, self._own = marks.Bases(), None
+        self._bases = marks.Bases()
+        self._known.clear()
 
-    def body(
-        self, controller: bytes, run: Run, notes: Sequence[Note], count: int, value: Value, sent: int
-    ) -> bytes | None:
-        """The bytes of the mark that says the Return of ``run``; None if it has to be said in full. The server was sent
-        ``sent`` records so far."""
-        if not self._is_taken or sent != self._sent or controller != self._controller:
+    def mark_of(self, run: Run, notes: Sequence[Note], count: int, value: Value, sent: int) -> Mark | None:
+        """The mark that says the Return of ``run``; None if it has to be said in full. One of the two follows. The
+        server was sent ``sent`` records so far."""
+        if not self.is_taken or sent != self._sent or self.controller != self._bases_of:
             return None
         if run.changes or len(run.run) > 1 or value.arrays:
             return None
-        given = tuple(notes)
-        if self._own is not None:
-            base, beginning = self._own
-            is_like = (base.series, base.lookahead, base.count) == (run.series, run.lookahead, count)
-            if is_like and base.notes == given:
-                self._named = base
-                return beginning + value.body
-        found = self._named = self._bases.find(run.series, run.lookahead, given, count, run.name)
-        if found is None:
-            return None
-        places = list(marks.places_of(given))
-        if not found.name and found.notes == given:
-            self._own = found, marks.marked(found.run[0], b"", None, places)
-        return marks.marked(found.run[0], value.body, run.step if found.name else None, places)
+        key = (run.series, run.lookahead, count, *map(id, notes))
+        known = self._known.get(key)
+        if known is None:
+            given = tuple(notes)
+            base = self._bases.find(run.series, run.lookahead, given, count, run.name)
+            if base is None:
+                return None
+            places = list(marks.places_of(given))
+            known = given, base, marks.marked(base.run[0], b"", run.step if base.name else None, places)
+            if not base.name:  # else the mark has the step, too
+                if len(self._known) >= _KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        _, base, beginning = known
+        body = beginning + value.body
+        self.is_taken = False
+        return body, partial(marks.returned, base, run.run[0], body)
