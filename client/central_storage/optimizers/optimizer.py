@@ -411,8 +411,8 @@ class Optimizer(Counted):
 
         Args:
             grads_and_vars: Pairs (gradient, variable). A gradient has its variable's shape and dtype, or is an
-                IndexedSlices of rows of it, the same on all replicas. Pairs whose gradient is None are dropped with a
-                warning. No pairs at all is no step.
+                IndexedSlices of rows of it, which may differ between replicas. The variables are the same on all
+                replicas. Pairs whose gradient is None are dropped with a warning. No pairs at all is no step.
             name: Accepted; it changes nothing.
             experimental_aggregate_gradients: True.
 
