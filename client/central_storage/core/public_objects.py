@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from central_storage.diagnostics.callers import OURS, is_ours
+from central_storage.diagnostics.tensorflow_members import Missing, missing_of
 from central_storage.diagnostics.tracebacks import shortened
 
 __all__ = ["INTERNAL", "Closed", "hidden", "present", "presented"]
@@ -59,6 +60,11 @@ class Closed:
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, instead in missing_of(cls).items():
+            type.__setattr__(cls, name, Missing(name, instead))
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)
@@ -112,7 +118,8 @@ def _bare(name: str) -> str:
 
 def hidden(cls: type) -> frozenset[str]:
     """The members of ``cls`` that are not for users, though no underscore begins their names."""
-    return INTERNAL_ANYWHERE.union(*(INTERNAL.get(base.__name__, "").split() for base in cls.__mro__))
+    internal = (INTERNAL.get(base.__name__, "").split() for base in cls.__mro__)
+    return INTERNAL_ANYWHERE.union(*internal, *map(missing_of, cls.__mro__))
 
 
 def present(thing: Any) -> Any:
