@@ -38,6 +38,11 @@ INTERNAL = {
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
     "Optimizer": """from_record adopt slots slot_value slot_rows set_slot set_slot_rows evaluate_schedule number_of
         refuse_schedule checked_changes took counted counts_by_variable members rule""",
+    # Methods of torch's tensors that write, which can do nothing in the script.
+    "CentralParameter": """add_ addcdiv_ addcmul_ bernoulli_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_
+        exponential_ fill_ index_add_ index_copy_ index_fill_ lerp_ log_normal_ masked_fill_ masked_scatter_ mul_
+        multiply_ neg_ normal_ pow_ random_ relu_ renorm_ round_ scatter_ scatter_add_ sub_ subtract_ trunc_ uniform_
+        zero_""",
     "CentralOptimizer": "groups_for_update push changes pushed numbers values counts forget_pushed",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }
