@@ -181,6 +181,9 @@ class Dense:
 
     ``ranges`` are (first, last + 1) elements, ascending. ``slots`` and ``gradients`` name segments with the same
     offsets as ``parameters``; gradients in replica order. ``rule``: another rule than that of the update.
+
+    ``rows``: of each replica the sparse gradient (values, indices) that stands in the place of that segment, or None.
+    If there are any, the part is one range, of one variable.
     """
 
     dtype: str
@@ -189,6 +192,12 @@ class Dense:
     slots: tuple[str, ...]
     gradients: tuple[str, ...]
     rule: str = ""
+    rows: tuple[tuple[Array, Array] | None, ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """The ranges in the arrays of this part: those of a part with rows begin where its variable does."""
+        return ((0, self.ranges[0][1] - self.ranges[0][0]),) if self.rows else self.ranges
 
     def __hash__(self) -> int:
         """Without the ranges: there may be a thousand, and what is planned for a part is looked up in every step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cs_proto.arithmetic.optimizers import CLIPS
 from cs_proto.arrays import Location
 from cs_proto.messages import Ask, Counters, Return, Variable
 from cs_proto.records import replace
+from cs_server.compute.executor import Memory, gradients_of
 from cs_server.events import Apply, Commit
 from cs_server.rules import computed_in, summed
 
@@ -31,13 +32,6 @@ _CLIPS = frozenset(CLIPS)
 _SUM = -1
 # Elements that are added up in one go.
 _PIECE = 1 << 16
-
-
-class Memory(Protocol):
-    """The memory of gradients."""
-
-    def elements(self, name: str, dtype: str) -> np.ndarray:
-        """A whole segment as a 1-D array of ``dtype``."""
 
 
 class _Found(NamedTuple):
@@ -95,7 +89,8 @@ class Numerics:
             for update, part in parts:
                 # A table lies in a slab of its own, at the offsets of other variables.
                 if part.parameters == slab and any(begin <= first < end for begin, end in part.ranges):
-                    gradients = [self._memory.elements(name, part.dtype)[first:last] for name in part.gradients]
+                    own = slice(None) if part.rows else slice(first, last)
+                    gradients = [each[own] for each in gradients_of(self._memory, part)]
                     has_bound = apply.global_clipnorm is not None or not _CLIPS.isdisjoint(dict(update.hyperparameters))
                     yield from _in_variable(variable, gradients, apply, has_bound=has_bound)
 

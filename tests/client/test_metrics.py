@@ -264,6 +264,15 @@ def test_names_are_those_of_tensorflow() -> None:
         (lambda: cs.metrics.AUC()([1, 0], [0.5, 0.5], sample_weight=[1, 2, 3]), "does not fit"),
         (lambda: cs.metrics.MeanSquaredError()([1, 0, 1], [0.5, 0.5]), "must have the same shape"),
         (lambda: cs.metrics.MeanSquaredError()([[1], [0]], [[1, 1], [1, 1]]), "must have the same shape"),
+        (lambda: cs.metrics.Mean()("a"), r"metric mean: values must be numbers, not texts such as \['a'\]; convert"),
+        (lambda: cs.metrics.Mean()(None), "metric mean: values must be numbers: None cannot become an array"),
+        (lambda: cs.metrics.Sum()([1.0], sample_weight="2"), "metric sum: sample_weight must be numbers, not texts"),
+        (lambda: cs.metrics.BinaryAccuracy()(["1"], [0.5]), "labels must be numbers, not texts"),
+        (lambda: cs.metrics.BinaryAccuracy()([1], ["0.5"]), "predictions must be numbers, not texts"),
+        (lambda: cs.metrics.SparseCategoricalAccuracy()(["1"], [[0, 1]]), "labels must be numbers, not texts"),
+        (lambda: cs.metrics.SparseCategoricalAccuracy()([1], [["0", "1"]]), "predictions must be numbers, not texts"),
+        (lambda: cs.metrics.AUC(from_logits=True)([1], ["a"]), "predictions must be numbers, not texts"),
+        (lambda: cs.metrics.AUC()([1], [0.5], sample_weight="a"), "sample_weight must be numbers, not texts"),
     ],
 )
 def test_a_wrong_argument_is_named(wrong: Callable[[], object], says: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import central_storage as cs
 from central_storage.optimizers import of_kind, schedules
 from cs_proto.arithmetic.optimizers import slot_shape
-from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError
+from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_server.compute.sparse import merge_reference
 from cs_server.rules import RULES, reference
 
@@ -169,20 +169,53 @@ def test_several_sparse_steps_in_one_run_keep_what_they_brought(two: cs.CentralS
         assert seen[:, 0].tolist() == [-200, -2, -20, 0]
 
 
-def test_replicas_that_differ_in_kind_of_gradient_do_not_meet(two: cs.CentralStorageStrategy) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {}),
+        ("Adam", {"lazy": True, "clipnorm": 0.5}),
+        ("Adam", {"global_clipnorm": 0.5}),
+        ("Ftrl", {}),
+        ("LAMB", {}),
+        ("RowwiseAdagrad", {}),
+    ],
+)
+def test_rows_of_one_replica_and_a_dense_gradient_of_another_have_the_bits_of_dense_gradients(
+    kind: str, given: dict[str, Any], dtype: str, two: cs.CentralStorageStrategy
+) -> None:
+    random = np.random.default_rng(5)
+    start = [random.normal(size=shape).astype(dtype) for shape in ((), (6, 3), (7,))]
     with two.scope():
-        w, optimizer = cs.Variable(np.zeros((4, 1), F32), name="w_of_two_minds"), cs.optimizers.SGD(1.0)
+        models = [[cs.Variable(value) for value in start] for _ in range(2)]
+        optimizers = [getattr(cs.optimizers, kind)(0.1, **given) for _ in range(2)]
 
-    def step() -> None:
-        gradient: Any = np.ones((4, 1), F32)
-        if cs.get_replica_context().replica_id_in_sync_group == 1:
-            gradient = cs.IndexedSlices(gradient[:1], np.array([0]))
-        optimizer.apply_gradients([(gradient, w)])
+    def step(t: int) -> None:
+        replica = int(cs.get_replica_context().replica_id_in_sync_group)
+        random = np.random.default_rng([t, replica])
+        gradients: list[Any] = [random.normal(size=value.shape).astype(dtype) for value in start]
+        has_rows = t % 4 == 2 + replica  # one replica, the other, none, none, and so on
+        if has_rows:
+            indices = np.array([4, 1, 4, 0, 4])
+            values = random.normal(size=(5, 3)).astype(dtype)
+            gradients[1] = np.zeros((6, 3), dtype)
+            np.add.at(gradients[1], indices, values)
+        weight = 0.5 + replica / 4
+        pairs = list(zip(gradients, models[0], strict=True))
+        cs.optimizers.apply_gradients([(optimizers[0], pairs)], weight=weight)
+        if has_rows:
+            gradients[1] = cs.IndexedSlices(values, indices)
+        pairs = list(zip(gradients, models[1], strict=True))
+        cs.optimizers.apply_gradients([(optimizers[1], pairs)], weight=weight)
 
-    with pytest.raises(MergeMismatchError, match=r"to 'w_of_two_minds' \(rows of 'w_of_two_minds'\)"):
-        two.run(step)
-    assert not w.numpy().any()
-    assert optimizer.iterations == 0
+    for t in range(8):
+        two.run(step, args=(t,))
+    for one, other in zip(*models, strict=True):
+        assert one.numpy().tobytes() == other.numpy().tobytes()
+    one, other = (optimizer.get_weights() for optimizer in optimizers)
+    assert [each.tobytes() for each in one] == [each.tobytes() for each in other]
+    assert optimizers[1].iterations == 8
 
 
 # --- rates --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.server.compute.test_executor import Bytes
 
-from cs_proto.arrays import Array, Location
+from cs_proto.arrays import Array, Location, array_of
 from cs_proto.messages import Counters, ReplicaStatistics, Return, Value, Variable, VariableSpec
 from cs_proto.records import replace
 from cs_server.events import Apply, Commit, Dense, Rows, Update
@@ -46,7 +46,7 @@ class World:
         **changes: Any,
     ) -> list[Any]:
         """Look at a commit of all, and return the counts: of commits, of overflows, by replica."""
-        part = Dense(self.dtype, ((0, 9), (16, 20)), "w", (), ("g0", "g1"))
+        part = changes.get("part") or Dense(self.dtype, ((0, 9), (16, 20)), "w", (), ("g0", "g1"))
         update = Update("sgd", (("learning_rate", 1.0), *changes.get("given", ())), 1, (part,))
         self.numerics.look(Commit(1, (Apply((update,), (1, 2, 3), weights, watched=watched),)), step)
         empty = tuple(ReplicaStatistics(replica, 1, "cpu:0", 0, 0, 0) for replica in range(2))
@@ -92,6 +92,18 @@ def test_a_table_at_the_offset_of_a_bad_gradient_is_not_named(said: Any) -> None
     assert world.look() == [1, 0, 1, 0]
     assert said() == [
         "the gradient of 'v2' has nan, in step 5 of train.step on replica 0 (train.py:9); the update is not held back"
+    ]
+
+
+def test_rows_count_in_place_of_a_gradient_that_lies_in_a_buffer(said: Any) -> None:
+    world = World()
+    world.memory.segments["g0"][:] = np.nan
+    rows = array_of(np.float32([[1, np.inf, 1]])), array_of(np.array([1]))
+    part = Dense("float32", ((0, 6),), "w", (), ("g0", "g1"), rows=(rows, None))
+    assert world.look(part=part) == [1, 0, 1, 0]
+    assert said() == [
+        "the gradient of 'v1' has inf at [1, 1], in step 5 of train.step on replica 0 (train.py:9); the update is not "
+        "held back"
     ]
 
 

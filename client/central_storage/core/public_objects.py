@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from central_storage.diagnostics.callers import OURS, is_ours
+from central_storage.diagnostics.tensorflow_members import Missing, missing_of
 from central_storage.diagnostics.tracebacks import shortened
 
 __all__ = ["INTERNAL", "Closed", "hidden", "present", "presented"]
@@ -37,6 +38,11 @@ INTERNAL = {
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
     "Optimizer": """from_record adopt slots slot_value slot_rows set_slot set_slot_rows evaluate_schedule number_of
         refuse_schedule checked_changes took counted counts_by_variable members rule""",
+    # Methods of torch's tensors that write, which can do nothing in the script.
+    "CentralParameter": """add_ addcdiv_ addcmul_ bernoulli_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_
+        exponential_ fill_ index_add_ index_copy_ index_fill_ lerp_ log_normal_ masked_fill_ masked_scatter_ mul_
+        multiply_ neg_ normal_ pow_ random_ relu_ renorm_ round_ scatter_ scatter_add_ sub_ subtract_ trunc_ uniform_
+        zero_""",
     "CentralOptimizer": "groups_for_update push changes pushed numbers values counts forget_pushed",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }
@@ -59,6 +65,11 @@ class Closed:
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, instead in missing_of(cls).items():
+            type.__setattr__(cls, name, Missing(name, instead))
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)
@@ -112,7 +123,8 @@ def _bare(name: str) -> str:
 
 def hidden(cls: type) -> frozenset[str]:
     """The members of ``cls`` that are not for users, though no underscore begins their names."""
-    return INTERNAL_ANYWHERE.union(*(INTERNAL.get(base.__name__, "").split() for base in cls.__mro__))
+    internal = (INTERNAL.get(base.__name__, "").split() for base in cls.__mro__)
+    return INTERNAL_ANYWHERE.union(*internal, *map(missing_of, cls.__mro__))
 
 
 def present(thing: Any) -> Any:

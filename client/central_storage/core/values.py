@@ -423,7 +423,7 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
     if not slices or len(slices) < len(components):
         dtype = None
         if all(type(component) is int for component in components):  # Python's sum of them does not overflow
-            dtype = convert_to_tensor([*components, sum(components)]).dtype
+            dtype = convert_to_tensor([*components, sum(components) if op is ReduceOp.SUM else 0]).dtype
         return as_tensor(reduction.reduce(_name(op), [convert_to_tensor(each, dtype) for each in components]))
     shape, dtype = slices[0].dense_shape, slices[0].dtype
     for replica, component in enumerate(slices):

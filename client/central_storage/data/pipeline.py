@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -39,14 +38,6 @@ def say_cardinality(count: int) -> str:
     return {INFINITE_CARDINALITY: "infinitely many", UNKNOWN_CARDINALITY: "an unknown number of"}.get(count, str(count))
 
 
-#: Methods of tf.data that grain has in its own way.
-_NOT_HERE = re.compile(
-    "bucket_by_sequence_length|choose_from_datasets|fingerprint|flat_map|group_by_window|interleave|list_files|load|"
-    "padded_batch|ragged_batch|rebatch|rejection_resample|sample_from_datasets|save|scan|snapshot|sparse_batch|unique|"
-    "window"
-)
-
-
 class Pipeline(Closed):
     """A sequence of elements that may be iterated again and again."""
 
@@ -56,15 +47,6 @@ class Pipeline(Closed):
         if not isinstance(plan, Plan):
             raise TypeError("make a data set with Dataset.from_tensor_slices, from_tensors, from_generator or range")
         self.plan = plan
-
-    def __getattr__(self, name: str) -> NoReturn:
-        # Called only for a name that is not there.
-        instead = (
-            "; grain has it, and a strategy takes grain's data sets as they are (docs/guide/data.md)"
-            if _NOT_HERE.fullmatch(name)
-            else ""
-        )
-        raise AttributeError(f"a Dataset has no {name!r}{instead}")
 
     # The same elements: fewer, more, or in another order
 
@@ -452,7 +434,7 @@ class Pipeline(Closed):
         return section("Dataset", table(rows))
 
     def __repr__(self) -> str:
-        return f"<Dataset of {say_cardinality(self.plan.count)} elements>"
+        return f"<Dataset of {say_cardinality(self.plan.count)} element{'s' * (self.plan.count != 1)}>"
 
     def _pick(self, stream: Iterable[Any], count: int) -> Self:
         """The same kind of elements in ``stream``'s order, as row numbers while they are that."""

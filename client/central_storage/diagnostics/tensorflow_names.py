@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["INSTEAD", "attributes", "instead_of", "member"]
+__all__ = ["INSTEAD", "attributes", "instead_of"]
 
 _LOOP = "a loop over `strategy.run` or `strategy.run_steps`"
 _GRADIENT = "compute gradients in the replica function, by hand, with torch or with JAX"
@@ -156,19 +156,6 @@ INSTEAD: tuple[tuple[str, str], ...] = (
     ),
 )
 
-# What to use instead of a member of TensorFlow's strategies, or of their ``extended``, that is not here.
-_MEMBERS = {
-    "colocate_vars_with": "strategy.extended.colocate_vars_with(variable)",
-    "configure": "nothing: there are no sessions, and cs-launch describes the cluster",
-    "experimental_run": "strategy.run(fn, args=(next(iterator),))",
-    "experimental_run_steps_on_iterator": "strategy.run_steps(fn, dataset)",
-    "group": "nothing: operations take effect in the order of the program",
-    "make_dataset_iterator": "iter(strategy.experimental_distribute_dataset(dataset))",
-    "make_input_fn_iterator": "iter(strategy.distribute_datasets_from_function(dataset_fn))",
-    "unwrap": "strategy.experimental_local_results(value)",
-    "update_config_proto": "nothing: there are no sessions",
-}
-
 
 @functools.cache
 def _rows() -> list[tuple[list[str], str]]:
@@ -193,14 +180,6 @@ def attributes(module: str, prefix: str) -> Callable[[str], Any]:
         refuse(module, prefix, name, ())
 
     return __getattr__
-
-
-def member(thing: object, name: str) -> Any:
-    """The ``__getattr__`` of a class that has the place of one of TensorFlow's strategy classes."""
-    if name in _MEMBERS:
-        text = f"{type(thing).__name__} has no attribute {name!r}; use instead: {_MEMBERS[name]}"
-        raise AttributeError(f"{text} (docs/from-tensorflow.md)", name=name, obj=thing)
-    return object.__getattribute__(thing, name)  # which raises, where a property has raised its own error again
 
 
 def refuse(module: str, prefix: str, name: str, public: Iterable[str]) -> NoReturn:

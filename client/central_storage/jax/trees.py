@@ -115,9 +115,10 @@ def centralize(tree: T, *, trainable: Any = None) -> T:
 
     Raises:
         ContextError: Called outside ``strategy.scope()`` (a RuntimeError).
-        InvalidArgumentError: A leaf is a random key, an array of a dtype that no variable has or of another library, a
-            Python float that ``jax.grad`` would train, or a variable of another strategy; or ``trainable`` has other
-            leaves than bools (a ValueError). The error names the path. No variable is made then.
+        InvalidArgumentError: A leaf is a random key, also one of ``jax.random.PRNGKey``, an array of a dtype that no
+            variable has or of another library, a Python float that ``jax.grad`` would train, or a variable of another
+            strategy; or ``trainable`` has other leaves than bools (a ValueError). The error names the path. No variable
+            is made then.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -170,10 +171,13 @@ def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
                 f"{where} is a {type(leaf).__name__}, no array of JAX or NumPy: make it one by jnp.asarray"
             )
         return lambda: leaf
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if is_key or _looks_like_a_key(leaf):
+        what = "a random key" if is_key else f"uint32{list(leaf.shape)}, as a random key of jax.random.PRNGKey is"
+        other = "" if is_key else "; if it is no key, convert it with astype('int32')"
         raise InvalidArgumentError(
-            f"{where} is a random key. As a part of the model it would draw the same numbers in every step: take it "
-            "out of the tree, and call csj.key() in the loss, which gives every step and replica a key of its own"
+            f"{where} is {what}. As a part of the model it would draw the same numbers in every step: take it out of "
+            "the tree, and call csj.key() in the loss, which gives every step and replica a key of its own" + other
         )
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if leaf.dtype.kind in "iufc" else leaf.dtype
     is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -187,6 +191,12 @@ def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
         return variable if stored == dtype else Narrow(variable, dtype)
 
     return make
+
+
+def _looks_like_a_key(leaf: Any) -> bool:
+    """Whether an array is like the random keys of ``jax.random.PRNGKey``, which have no dtype of their own."""
+    words = 2 if jax.config.jax_default_prng_impl == "threefry2x32" else 4
+    return bool(leaf.dtype == np.uint32 and leaf.shape == (words,))
 
 
 def _refuse_numbers_that_jax_trains(found: list[tuple[Any, Any]], mask: list[bool]) -> None:

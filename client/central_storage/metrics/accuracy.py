@@ -8,7 +8,7 @@ from central_storage.core.values import convert_to_tensor
 from central_storage.nn import fit_weights
 from cs_proto.errors import InvalidArgumentError
 
-from .metric import MeanOf, aligned
+from .metric import MeanOf, aligned, numbers
 
 __all__ = ["Accuracy", "BinaryAccuracy", "CategoricalAccuracy", "SparseCategoricalAccuracy"]
 
@@ -154,7 +154,7 @@ class SparseCategoricalAccuracy(MeanOf):
         Raises:
             InvalidArgumentError: The shapes do not fit (a ValueError).
         """
-        y_true, y_pred = convert_to_tensor(y_true), convert_to_tensor(y_pred)
+        y_true, y_pred = numbers(self, "labels", y_true), numbers(self, "predictions", y_pred)
         if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
             y_true = y_true[..., 0]
         if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:

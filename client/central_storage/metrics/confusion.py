@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.core.values import convert_to_tensor
 from central_storage.nn import fit_weights
 from cs_proto.errors import InvalidArgumentError
 
-from .metric import Metric, aligned
+from .metric import Metric, aligned, numbers
 
 __all__ = ["AUC", "Precision", "Recall"]
 
@@ -257,7 +256,7 @@ class AUC(Metric):
             InvalidArgumentError: A prediction is outside [0, 1], or the shapes do not fit (a ValueError).
         """
         if self.from_logits:
-            logits = convert_to_tensor(y_pred).astype(self.dtype, copy=False)
+            logits = numbers(self, "predictions", y_pred).astype(self.dtype, copy=False)
             y_pred = np.exp(-np.logaddexp(0, -logits))
         labels, predictions, weights = _checked(self, y_true, y_pred, sample_weight)
         count = None if self.label_weights is None else len(self.label_weights)
@@ -318,8 +317,8 @@ def _checked(
             f"metric {metric.name}: predictions must lie in [0, 1], and one is {outside.flat[0]}; if they are logits, "
             "apply the sigmoid function first"
         )
-    weights = convert_to_tensor(1 if sample_weight is None else sample_weight).astype(metric.dtype, copy=False)
-    weights = fit_weights(predictions, weights)
+    weights = numbers(metric, "sample_weight", 1 if sample_weight is None else sample_weight)
+    weights = fit_weights(predictions, weights.astype(metric.dtype, copy=False))
     try:
         return labels, predictions, np.broadcast_to(weights, predictions.shape)
     except ValueError as error:

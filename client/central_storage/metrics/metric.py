@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from central_storage.core.backends import Strategy
 
-__all__ = ["Mean", "MeanOf", "Metric", "Sum", "aligned", "scalar", "weighted"]
+__all__ = ["Mean", "MeanOf", "Metric", "Sum", "aligned", "numbers", "scalar", "weighted"]
 
 
 def _giving_tensors(result: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,10 +317,24 @@ def _find_parts(metric: Metric, found: dict[int, Variable | Metric]) -> None:
                 _find_parts(part, found)
 
 
+def numbers(metric: Metric, what: str, value: Any) -> np.ndarray[Any, Any]:
+    """``value`` as an array of numbers. Raises InvalidArgumentError, which says ``what`` it is, if it is none."""
+    try:
+        array = convert_to_tensor(value)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"metric {metric.name}: {what} must be numbers: {error}") from error
+    if array.dtype.kind in "US":
+        raise InvalidArgumentError(
+            f"metric {metric.name}: {what} must be numbers, not texts such as {array.reshape(-1)[:1].tolist()!r:.80}; "
+            "convert texts to numbers first"
+        )
+    return array
+
+
 def aligned(metric: Metric, y_true: Any, y_pred: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Labels and predictions of one shape, in the metric's dtype. If one has an axis more, of length 1, it goes."""
-    labels = convert_to_tensor(y_true).astype(metric.dtype, copy=False)
-    predictions = convert_to_tensor(y_pred).astype(metric.dtype, copy=False)
+    labels = numbers(metric, "labels", y_true).astype(metric.dtype, copy=False)
+    predictions = numbers(metric, "predictions", y_pred).astype(metric.dtype, copy=False)
     if labels.ndim == predictions.ndim + 1 and labels.shape[-1] == 1:
         labels = labels[..., 0]
     elif predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
@@ -338,10 +352,10 @@ def weighted(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     """``values`` times their weights, and the weights, in one shape. A weight for a whole row applies to the result of
     ``combine`` for the row."""
-    values = convert_to_tensor(values).astype(metric.dtype, copy=False)
+    values = numbers(metric, "values", values).astype(metric.dtype, copy=False)
     if sample_weight is None:
         return values, None
-    weights = convert_to_tensor(sample_weight).astype(metric.dtype, copy=False)
+    weights = numbers(metric, "sample_weight", sample_weight).astype(metric.dtype, copy=False)
     weights = fit_weights(values, weights)
     if not _fits(weights, values):
         values = combine(values, axis=tuple(range(weights.ndim, values.ndim)))

@@ -17,6 +17,7 @@ from central_storage.core.context import (
 )
 from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.diagnostics.callers import warn, warn_deprecated
+from central_storage.diagnostics.tensorflow_members import ARGUMENTS
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of, slot_shape
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -133,6 +134,8 @@ class Optimizer(Counted):
             self.adopt(get_strategy())
 
     def _unknown(self, name: str) -> str:
+        if name in ARGUMENTS:
+            return f"{self.kind} takes no argument {name!r}; use instead: {ARGUMENTS[name]} (docs/from-tensorflow.md)"
         parameters = inspect.signature(type(self)).parameters.values()
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + list(Shared.__annotations__)
         import difflib  # late: only mistakes need it
@@ -411,8 +414,8 @@ class Optimizer(Counted):
 
         Args:
             grads_and_vars: Pairs (gradient, variable). A gradient has its variable's shape and dtype, or is an
-                IndexedSlices of rows of it, the same on all replicas. Pairs whose gradient is None are dropped with a
-                warning. No pairs at all is no step.
+                IndexedSlices of rows of it, which may differ between replicas. The variables are the same on all
+                replicas. Pairs whose gradient is None are dropped with a warning. No pairs at all is no step.
             name: Accepted; it changes nothing.
             experimental_aggregate_gradients: True.
 

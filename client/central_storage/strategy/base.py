@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 from weakref import ref
 
 from central_storage.core import between_steps, context
@@ -22,7 +22,6 @@ from central_storage.data.distributed import DistributedDataset, DistributedFrom
 from central_storage.data.input_context import InputContext
 from central_storage.data.places import refuse_in_replica
 from central_storage.diagnostics.callers import warn_deprecated
-from central_storage.diagnostics.tensorflow_names import member
 from central_storage.optimizers.optimizer import Optimizer
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
@@ -41,9 +40,6 @@ class StrategyBase(ReplicaDevices):
     """The methods that users call on a strategy."""
 
     _extended: Callable[[], StrategyExtended | None] = staticmethod(lambda: None)
-
-    if not TYPE_CHECKING:  # a type checker would accept every name
-        __getattr__ = member
 
     # --- defined by a subclass ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from central_storage.core.values import (
 )
 from central_storage.data.dataset import Dataset, numpy_dataset
 from central_storage.diagnostics.callers import warn_deprecated
-from central_storage.diagnostics.tensorflow_names import member
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
@@ -46,9 +45,6 @@ class StrategyExtended(Closed):
         ...     print(strategy.extended.worker_devices[1])
         /job:localhost/replica:0/task:0/device:CPU:1
     """
-
-    if not TYPE_CHECKING:  # a type checker would accept every name
-        __getattr__ = member
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy

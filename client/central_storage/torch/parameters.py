@@ -7,6 +7,7 @@ server's memory. Everything in ``central_storage.torch`` uses this module, and i
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from central_storage.core.context import get_replica_context, has_strategy
+from central_storage.core.context import get_replica_context, has_strategy, replica_here
+from central_storage.core.public_objects import INTERNAL
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
@@ -85,6 +87,31 @@ class CentralParameter(torch.nn.Parameter):
             f"parameter {self.variable.name} lies in the server, so copy.deepcopy would copy nothing; "
             "cst.pull(module) returns a plain copy of the module, with the present values"
         )
+
+
+def _write(name: str) -> Callable[..., Any]:
+    """torch's method of this name, which writes in place. In the script it raises InvalidArgumentError where torch's
+    error would be about memory or a leaf."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method, ("__name__",))  # without the documentation, whose examples would be run
+    def write(self: CentralParameter, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if replica_here() is not None:
+                raise
+            raise InvalidArgumentError(
+                f"{name} cannot write to parameter {self.variable.name} in the script, where it has no memory, because "
+                "its value is in the server; change values by load_state_dict or parameter.variable.assign, or before "
+                "cst.centralize"
+            ) from error
+
+    return write
+
+
+for _name in (*INTERNAL["CentralParameter"].split(), "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"):
+    setattr(CentralParameter, _name, _write(_name))
 
 
 def _refuse_torchs_bound() -> None:

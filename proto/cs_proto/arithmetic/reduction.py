@@ -16,19 +16,23 @@ from typing import Literal, SupportsIndex
 import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.printable import counted
 
 __all__ = ["Axis", "Op", "divide", "gather", "gather_axis", "mean_dtype", "reduce", "reduce_axis"]
 
 Op = Literal["SUM", "MEAN"]
 Axis = SupportsIndex | tuple[SupportsIndex, ...]
 
+# The lower half of an integer of 64 bits.
+_LOW = 0xFFFFFFFF
+
 
 def reduce(op: Op, components: Sequence[np.ndarray]) -> np.ndarray:
     """The element-wise sum or mean of ``components``, as a new array of their shape.
 
-    SUM keeps the dtype (integers wrap around); MEAN divides the sum by the number of components and has the dtype
-    of :func:`mean_dtype`. Nothing is broadcast: components of different shape or dtype, and components that cannot
-    be added (bool, strings), are an :class:`InvalidArgumentError`.
+    SUM keeps the dtype (integers wrap around); MEAN divides the sum, in which integers do not wrap around, by the
+    number of components and has the dtype of :func:`mean_dtype`. Nothing is broadcast: components of different shape
+    or dtype, and components that cannot be added (bool, strings), are an :class:`InvalidArgumentError`.
     """
     _check_op(op)
     arrays = [np.asarray(component) for component in components]
@@ -36,7 +40,7 @@ def reduce(op: Op, components: Sequence[np.ndarray]) -> np.ndarray:
         if array.dtype.kind not in "iufc":
             raise InvalidArgumentError(f"{op} of {array.dtype} (component {replica}): only numbers can be added")
     total = _add(arrays)
-    return total if op == "SUM" else divide(total, len(arrays))
+    return total if op == "SUM" else _mean(total, arrays, [()] * len(arrays), len(arrays))
 
 
 def reduce_axis(op: Op, components: Sequence[np.ndarray], axis: Axis) -> np.ndarray:
@@ -50,6 +54,7 @@ def reduce_axis(op: Op, components: Sequence[np.ndarray], axis: Axis) -> np.ndar
     _check_op(op)
     arrays = [np.asarray(component) for component in components]
     sums: list[np.ndarray] = []
+    axes_of: list[tuple[int, ...]] = []
     length = 0
     for replica, array in enumerate(arrays):
         if array.dtype.kind not in "iufc":
@@ -57,9 +62,10 @@ def reduce_axis(op: Op, components: Sequence[np.ndarray], axis: Axis) -> np.ndar
         axes = _axes(axis, array.ndim)
         with np.errstate(over="ignore", invalid="ignore"):
             sums.append(np.asarray(array.sum(axis=axes, dtype=array.dtype)))
+        axes_of.append(axes)
         length += math.prod(array.shape[a] for a in axes)
     total = _add(sums)
-    return total if op == "SUM" else divide(total, length)
+    return total if op == "SUM" else _mean(total, arrays, axes_of, length)
 
 
 def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
@@ -79,7 +85,9 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
             "gather cannot join scalars, which have no axis; give each replica's value one: x[None]"
         )
     if not -first.ndim <= number < first.ndim:
-        raise InvalidArgumentError(f"gather cannot join along axis {number}: the arrays have {first.ndim} axes")
+        raise InvalidArgumentError(
+            f"gather cannot join along axis {number}: the arrays have {counted(first.ndim, 'axis', 'axes')}"
+        )
     across = number % first.ndim
     for replica, array in enumerate(arrays[1:], start=1):
         same_dtype = array.dtype == first.dtype or (array.dtype.kind == first.dtype.kind and first.dtype.kind in "US")
@@ -102,7 +110,10 @@ def gather_axis(axis: object) -> int:
 
 def divide(total: np.ndarray, count: int) -> np.ndarray:
     """``total / count`` as a true division, in the dtype of :func:`mean_dtype`; 0/0 is NaN."""
-    result = mean_dtype(total.dtype)
+    return _divide(total, count, mean_dtype(total.dtype))
+
+
+def _divide(total: np.ndarray, count: int, result: np.dtype[np.generic]) -> np.ndarray:
     # In float16 a count above 65504 would be infinite.
     work = np.dtype(np.float32) if result == np.float16 else result
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -133,11 +144,29 @@ def _add(arrays: list[np.ndarray]) -> np.ndarray:
     return total
 
 
+def _mean(total: np.ndarray, arrays: Sequence[np.ndarray], axes: Sequence[tuple[int, ...]], count: int) -> np.ndarray:
+    """The mean of ``count`` numbers. ``total`` is the sum of the arrays over the ``axes`` of each; that of integers may
+    have wrapped around."""
+    exact = _exact(arrays, axes) if total.dtype.kind in "iu" else total
+    return _divide(exact, count, mean_dtype(total.dtype))
+
+
+def _exact(arrays: Sequence[np.ndarray], axes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """The sum of arrays of integers over the ``axes`` of each, as float64, rounded once. No integer has enough bits."""
+    high = low = np.zeros((), np.int64)
+    for array, own in zip(arrays, axes, strict=True):
+        wide = array if array.dtype.itemsize == 8 else array.astype(np.int64)
+        number = wide.dtype.type  # before NumPy 2 a Python int would change the dtype of a scalar
+        high = high + np.right_shift(wide, number(32)).astype(np.int64).sum(axis=own)
+        low = low + np.bitwise_and(wide, number(_LOW)).astype(np.int64).sum(axis=own)
+    return np.asarray((high + (low >> 32)) * 2.0**32 + (low & _LOW))
+
+
 def _axes(axis: Axis, rank: int) -> tuple[int, ...]:
     axes: list[int] = []
     for number in map(_index, axis if isinstance(axis, tuple) else (axis,)):
         if not -rank <= number < rank:
-            raise InvalidArgumentError(f"there is no axis {number}: the component has {rank} axes")
+            raise InvalidArgumentError(f"there is no axis {number}: the component has {counted(rank, 'axis', 'axes')}")
         axes.append(number % rank)
     if len(set(axes)) < len(axes):
         raise InvalidArgumentError(f"axis {axis!r} names an axis twice")

@@ -14,6 +14,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,10 +34,10 @@ from .kernels import apply_dense, has_kernel
 from .norms import Kinds, Norms, kinds_of
 from .plans import Plan, rule_of
 from .prepared import Prepared, PreparedCommits
-from .sparse import Merged, Table, merge, weighted, write_rows
+from .sparse import Merged, Table, as_dense, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
-__all__ = ["Executor", "Memory", "fill"]
+__all__ = ["Executor", "Memory", "fill", "gradients_of", "spread"]
 
 # The number of cached plans. The variable sets of an apply have one for each set of gradient buffers.
 _PLANS = 256
@@ -152,6 +153,9 @@ class Executor:
             self._clipped(by_element, operation.weights)
         if tables := [step for step in steps if step.sparse]:
             self._rows(tables, operation.weights)
+        if any(part.rows for update in operation.updates for part in update.dense):
+            self._plans.clear()  # they hold gradients of this apply
+            self._norms.clear()
 
     def _step(self, update: Update) -> _Step:
         given = dict(update.hyperparameters)
@@ -233,14 +237,15 @@ class Executor:
         return self._tables[key]
 
     def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
-        wide = computed_in(rows.dtype)
-        return [
-            # A dense one names every row, and is added up in that dtype.
-            (self._memory.view(values).astype(wide, copy=False), np.arange(rows.shape[0]))
-            if indices is None
-            else (self._memory.view(values), self._memory.view(indices))
+        view, wide, height = self._memory.view, computed_in(rows.dtype), rows.shape[0]
+        if all(indices is not None for _, indices in rows.gradients):
+            return [(view(values), view(indices)) for values, indices in rows.gradients if indices is not None]
+        # A dense one names every row, and is added up in that dtype. Then so are the others.
+        dense = [
+            view(values) if indices is None else as_dense(view(values), view(indices), height)
             for values, indices in rows.gradients
         ]
+        return [(each.astype(wide, copy=False), np.arange(height)) for each in dense]
 
     def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
         """Update the dense variables of several optimizers in one phase."""
@@ -322,10 +327,12 @@ class Executor:
         return {**given, "learning_rate": given["learning_rate"] * float(self._undo.numbers[which])}
 
     def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
-            return tuple(self._memory.elements(name, part.dtype) for name in names)
+        whole = slice(*part.ranges[0]) if part.rows else slice(None)
 
-        return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
+        def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
+            return tuple(self._memory.elements(name, part.dtype)[whole] for name in names)
+
+        return elements([part.parameters])[0], elements(part.slots), gradients_of(self._memory, part)
 
     def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None], phases: int = 1) -> None:
         """The next phase of the commit: each lane does ``work`` for its share of ``items``. If each item of a lane is a
@@ -433,7 +440,7 @@ class _Step:
     @property
     def pieces(self) -> list[_Piece]:
         """The dense gradients in pieces."""
-        ranges = [(part, t, each) for part, t in self.update.parts()[0] for each in part.ranges]
+        ranges = [(part, t, each) for part, t in self.update.parts()[0] for each in part.places]
         return [
             _Piece(self, number, part, t, elements)
             for number, (part, t, (first, last)) in enumerate(ranges)
@@ -479,6 +486,22 @@ class _Piece:
 
 _Named: TypeAlias = tuple[Table, list[tuple[np.ndarray, np.ndarray]], tuple[float, ...], Hyperparameters, int]
 """A table, its gradients and their weights, the hyperparameters and the number of the update."""
+
+
+def gradients_of(memory: Memory, part: Dense) -> tuple[np.ndarray, ...]:
+    """The gradients of a part in replica order, of which its `places` count."""
+    whole = slice(*part.ranges[0]) if part.rows else slice(None)
+    return tuple(
+        memory.elements(name, part.dtype)[whole] if rows is None else spread(memory, part, *rows)
+        for name, rows in zip_longest(part.gradients, part.rows)
+    )
+
+
+def spread(memory: Memory, part: Dense, values: Array, indices: Array) -> np.ndarray:
+    """A sparse gradient of the variable of a part as a dense one."""
+    ((first, last),) = part.ranges
+    height = (last - first) // math.prod(values.shape[1:])
+    return as_dense(memory.view(values), memory.view(indices), height).reshape(-1)
 
 
 def fill(memory: Memory, operation: Fill) -> None:

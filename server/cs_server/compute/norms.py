@@ -135,7 +135,7 @@ class Norms:
         """Note the pieces of an update."""
         for part in update.dense:
             self._gradients.append(arrays(part)[2])
-            for start, stop in part.ranges:
+            for start, stop in part.places:
                 cuts = range(start, stop, _PIECE) if is_needed else ()
                 own = [_Piece(number, len(self._gradients) - 1, first, min(first + _PIECE, stop)) for first in cuts]
                 self._pieces += own

@@ -52,7 +52,7 @@ class Plan:
             (which, number, own, UpdateNumbers(rule, own[0].dtype, len(own[2])))
             for which, number, _, own, rule in parts
         ]
-        ranges = [part.ranges for _, _, part, *_ in parts]
+        ranges = [part.places for _, _, part, *_ in parts]
         self.shares = shares_of(tuple(ranges), lanes)
         # Of each part the first elements of its ranges, and how many ranges the parts before it have.
         self._firsts = [np.array([first for first, _ in each], np.int64) for each in ranges]

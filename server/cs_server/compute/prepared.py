@@ -303,12 +303,12 @@ class PreparedCommits:
 
 
 def _may_be_prepared(operation: Apply) -> bool:
-    """Whether compiled code may do all of an operation. It bounds and scales no gradients of rows, and changes no other
-    rows than those that are named."""
+    """Whether compiled code may do all of an operation. It bounds and scales no gradients of rows, adds none to dense
+    ones, and changes no other rows than those that are named."""
     is_bounded = bool(operation.weights) or operation.global_clipnorm is not None
     for update in operation.updates:
         rule = RULES[update.rule]
-        if rule.direction is not None:
+        if rule.direction is not None or any(part.rows for part in update.dense):
             return False
         if update.sparse:
             given = dict(update.hyperparameters)

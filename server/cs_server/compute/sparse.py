@@ -24,7 +24,7 @@ from cs_server.rules import Array, Rule, grow, move, squares
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 
-__all__ = ["Merged", "Table", "aligned", "is_little", "merge", "shares_for", "weighted", "write_rows"]
+__all__ = ["Merged", "Table", "aligned", "as_dense", "is_little", "merge", "shares_for", "weighted", "write_rows"]
 
 #: Elements of one piece: even with three slots, all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
@@ -93,6 +93,16 @@ def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float])
             real = np.ascontiguousarray(values).view(values.real.dtype)  # as in `scaled`
             with np.errstate(all="ignore"):
                 found.append(((real * real.dtype.type(weight)).view(values.dtype), indices))
+    return found
+
+
+def as_dense(values: Array, indices: Array, height: int) -> Array:
+    """The same gradient with all rows of a table of this height, in the same dtype. Equal rows are added up in order.
+
+    It is added to dense gradients of other replicas, as TensorFlow does.
+    """
+    found = np.zeros((height, *values.shape[1:]), values.dtype)
+    write(found, "scatter_add", values, indices)
     return found
 
 

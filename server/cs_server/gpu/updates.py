@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from cs_proto.errors import DeviceError
 from cs_proto.frozen import frozen, with_changes
 from cs_proto.memory_plan import GPU_DTYPES
 from cs_server.compute.clipping import UNBOUNDED, Clipping, factors_together, square_of
-from cs_server.compute.executor import Memory
+from cs_server.compute.executor import Memory, gradients_of, spread
 from cs_server.compute.sparse import Merged, merge, weighted
 from cs_server.events import Apply, Dense, Rows, Update
 from cs_server.rules import RULES, Rule, computed_in, scalars, trust_ratio
@@ -43,12 +44,13 @@ _REMEMBERED = 64
 
 @frozen(eq=False)
 class _Gradient:
-    """The gradient of one replica, 1-D. If ``segment`` is set, it lies on the GPU under that name. If ``is_locked``, a
-    kernel can read it in host memory."""
+    """The gradient of one replica, 1-D, from element ``first`` of the slab on. If ``segment`` is set, it lies on the
+    GPU under that name. If ``is_locked``, a kernel can read it in host memory."""
 
     values: np.ndarray
     segment: str = ""
     is_locked: bool = False
+    first: int = 0
 
     @property
     def is_staged(self) -> bool:
@@ -140,8 +142,8 @@ class DeviceUpdates:
     def _totals(self, part: Update, clipping: Clipping, weights: Sequence[float]) -> Iterator[np.ndarray]:
         """The summed gradients of variables that do not lie on the GPU."""
         for dense in part.dense:
-            gradients = [self._memory.elements(name, dense.dtype) for name in dense.gradients]
-            yield from (clipping.total(gradients, slice(*each), weights) for each in dense.ranges)
+            gradients = gradients_of(self._memory, dense)
+            yield from (clipping.total(gradients, slice(*each), weights) for each in dense.places)
         for rows in part.sparse:
             yield self._sums(rows, clipping, weights).sums
 
@@ -205,12 +207,20 @@ class DeviceUpdates:
         if found is None:
             spans = np.array([(first, last, first) for first, last in part.ranges], np.int64).reshape(-1, 3)
             itemsize = np.dtype(part.dtype).itemsize
-            gradients = [self._gradient(name, part) for name in part.gradients]
+            gradients = [
+                self._gradient(name, part)
+                if rows is None
+                else _Gradient(spread(self._memory, part, *rows), first=part.ranges[0][0])
+                for name, rows in zip_longest(part.gradients, part.rows)
+            ]
             lie_here = (part.parameters, *part.slots, *(g.segment for g in gradients if g.segment))
             borders = self._on_device.borders(lie_here) // itemsize
+            found = cut(split(spans, borders)), gradients
+            if part.rows:  # the next step has others in the same place
+                return found
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
-            found = self._remembered[part] = cut(split(spans, borders)), gradients
+            self._remembered[part] = found
         return found
 
     def _gradient(self, name: str, part: Dense) -> _Gradient:
@@ -374,8 +384,9 @@ class DeviceUpdates:
                 base = self._staging.stage.address + number * room * itemsize
                 offsets = ends[window] - counts[window] - before
                 addresses[:, which] = base + offsets * itemsize
-                for start, stop, offset in contiguous(sources[has], counts[window][has], offsets[has]):
-                    self._gpu.bring(base + offset * itemsize, gradients[which].values[start:stop])
+                gradient = gradients[which]
+                for start, stop, offset in contiguous(sources[has] - gradient.first, counts[window][has], offsets[has]):
+                    self._gpu.bring(base + offset * itemsize, gradient.values[start:stop])
             addresses[~has] = 0
             yield window, addresses
             first = last

@@ -359,6 +359,9 @@ class TestReduce:
     def test_python_ints_whose_sum_fits_no_array(self):
         with pytest.raises(InvalidArgumentError, match="does not fit int64"):
             reduce_values(SUM, PerReplica([2**63 - 1, 1]), None, 2)
+        same(reduce_values(MEAN, PerReplica([2**63 - 1, 1]), None, 2), 2.0**62, np.float64)
+        with pytest.raises(InvalidArgumentError, match="does not fit int64"):
+            reduce_values(MEAN, PerReplica([2**63, 1]), None, 2)
 
     @pytest.mark.parametrize("op", [SUM, MEAN])
     def test_one_component_comes_back_as_it_is(self, op):

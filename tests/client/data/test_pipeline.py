@@ -76,9 +76,9 @@ def test_options_travel_with_the_data_set():
 def test_a_method_that_grain_has():
     data = Dataset.range(3)
     for name in ("interleave", "window", "padded_batch"):
-        with pytest.raises(AttributeError, match=f"no '{name}'; grain has it"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; use instead: grain"):
             getattr(data, name)
-    with pytest.raises(AttributeError, match=r"no 'no_such_name'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such_name'$"):
         _ = data.no_such_name
     assert not hasattr(data, "flat_map")
     for reader in ("TFRecordDataset", "TextLineDataset"):

@@ -116,6 +116,11 @@ def test_64_bits_are_kept_where_jax_has_them(two: cs.CentralStorageStrategy) -> 
     ("leaf", "said"),
     [
         (jax.random.key(0), r"the leaf layers/1 is a random key.*csj\.key\(\)"),
+        (
+            jax.random.PRNGKey(0),
+            r"the leaf layers/1 is uint32\[2\], as a random key of .*csj\.key\(\).*astype\('int32'\)",
+        ),
+        (np.zeros(2, np.uint32), r"the leaf layers/1 is uint32\[2\], as a random key of jax\.random\.PRNGKey is"),
         (jnp.zeros(2, jnp.int4), "the leaf layers/1 has dtype int4"),
         (np.array(["a"]), "the leaf layers/1 has dtype <U1"),
         (np.ma.array([1.0, 2.0], mask=[0, 1]), "the leaf layers/1 is a MaskedArray"),
@@ -128,6 +133,12 @@ def test_a_leaf_that_cannot_be_a_variable_is_named(two: cs.CentralStorageStrateg
     with two.scope(), pytest.raises(cs.errors.InvalidArgumentError, match=said):
         csj.centralize({"layers": [jnp.ones(2), leaf]})
     assert len(two.variables) == before
+
+
+def test_uint32_arrays_of_other_shapes_are_variables(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize({"edges": jnp.zeros((3, 2), jnp.uint32), "pair": jnp.zeros(2, jnp.int32)})
+    assert [leaf.trainable for leaf in jax.tree.leaves(model)] == [False, False]
 
 
 def test_a_number_is_a_constant_where_jax_would_not_train_it(two: cs.CentralStorageStrategy) -> None:

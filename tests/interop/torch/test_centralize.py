@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 from typing import Any
 
 import pytest
@@ -316,6 +317,27 @@ def test_a_change_after_centralize_is_named(two: cs.CentralStorageStrategy, chan
     change(model)
     with pytest.raises(cs.errors.InvalidArgumentError, match=message):
         predict(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.clamp_(-1, 1),
+        lambda p: p.copy_(torch.ones(3, 8)),
+        nn.init.normal_,
+        lambda p: operator.iadd(p, 1),
+        lambda p: operator.setitem(p, slice(None), torch.ones(3, 8)),
+    ],
+)
+def test_a_write_that_torch_refuses_names_the_parameter(
+    two: cs.CentralStorageStrategy, write: Any, gradients: bool
+) -> None:
+    model, alone = centralized(two, nn.Linear(8, 3))
+    message = r"_ cannot write to parameter weight\S* in the script, .*load_state_dict or parameter.variable.assign"
+    with torch.set_grad_enabled(gradients), pytest.raises(cs.errors.InvalidArgumentError, match=message):
+        write(model.weight)
+    assert difference(model, alone) == 0
 
 
 def reset_statistics(model: Any) -> None:

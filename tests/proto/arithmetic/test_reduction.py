@@ -68,6 +68,21 @@ def test_integers_wrap_around():
     same(reduce("SUM", [np.uint8(200), np.uint8(100)]), 44, np.uint8)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+def test_the_mean_of_integers_does_not_wrap_around(dtype):
+    for bound in (np.iinfo(dtype).max, np.iinfo(dtype).min):
+        same(reduce("MEAN", [np.full(2, bound, dtype)] * 3), [float(bound)] * 2, mean_dtype(np.dtype(dtype)))
+        components = [np.full((2, 2), bound, dtype), np.full((2, 3), bound, dtype)]
+        same(reduce_axis("MEAN", components, 1), [float(bound)] * 2, mean_dtype(np.dtype(dtype)))
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=1))
+def test_the_sum_below_a_mean_of_integers_is_rounded_once(numbers):
+    mean = float(sum(numbers)) / len(numbers)
+    same(reduce("MEAN", [np.int64(number) for number in numbers]), mean, np.float64)
+    same(reduce_axis("MEAN", np.split(np.array(numbers, np.int64), [1]), 0), mean, np.float64)
+
+
 def test_float16_mean_of_more_elements_than_float16_can_count():
     same(reduce_axis("MEAN", [np.full(70_000, 0.5, np.float16)], 0), 0.5, np.float16)
 

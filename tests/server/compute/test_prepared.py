@@ -419,6 +419,7 @@ def test_what_is_not_prepared() -> None:
     lazy = with_changes(rows, updates=(with_changes(rows.updates[0], hyperparameters=LAZY),))
     (part,) = rows.updates[0].sparse
     many = Array("float32", (1 << 15, 5), Location("w", 0)), Array("int64", (1 << 15,), Location("w", 0))
+    mixed = (part.gradients[0], *[None] * (len(first.updates[0].dense[0].gradients) - 1))
     of_halves = Dense("float16", ((0, 200),), "half", ("m_half", "v_half"), ("g_half",))
     for not_prepared in (
         (add,),
@@ -435,6 +436,7 @@ def test_what_is_not_prepared() -> None:
         changed((lazy,), sparse=(with_changes(part, gradients=(many, many)),)),
         changed(operations, rule="lamb"),
         changed(operations, dense=(of_halves,)),
+        changed(operations, dense=(with_changes(first.updates[0].dense[0], ranges=((0, 10),), rows=mixed),)),
         power,
     ):
         assert arithmetic.prepare(not_prepared) is None

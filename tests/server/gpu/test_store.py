@@ -274,6 +274,24 @@ def test_parts_of_an_update_have_numbers_of_their_own(both: Both) -> None:
     both.assert_same()
 
 
+@pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}])
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "complex64"]])
+@pytest.mark.usefixtures("narrow")
+def test_rows_of_one_replica_are_added_to_the_gradient_of_another(
+    both: Both, dtypes: list[str], bound: dict[str, float]
+) -> None:
+    parts, mixed = variables(both, "sgd_momentum", dtypes), []
+    for part in parts:
+        first, last = part.ranges[0]
+        values = np.arange(15, dtype=part.dtype).reshape(3, 5)
+        rows = array_of(values), array_of(np.array([3, 1, 3]))
+        mixed.append(replace(part, ranges=((first, last),), rows=(None, rows)))
+    rest = replace(parts[0], ranges=parts[0].ranges[1:])
+    for t in range(1, 4):
+        both.commit(apply("sgd_momentum", [*mixed, rest], t=t, **bound))
+    both.assert_same(1e-5 if bound else 0.0)
+
+
 @pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.5}])
 @pytest.mark.parametrize("rule", ["sgd_momentum", "adagrad", "adam"])
 @pytest.mark.usefixtures("narrow")

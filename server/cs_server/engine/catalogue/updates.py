@@ -177,18 +177,19 @@ def _update(
     updated = server.tables.sets[number].variables
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
     hyperparameters, t, more = numbers_of(server, number, optimizer, steps, before)
-    brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
-    sparse = updated if optimizer.rule in ROWWISE else tuple(brought)
+    brought = [{gradient.variable: (gradient.values, gradient.indices) for gradient in each.sparse} for each in given]
+    everywhere = tuple([member for member in brought[0] if all(member in each for each in brought)])
+    sparse, mixed = (updated, ()) if optimizer.rule in ROWWISE else (everywhere, _mixed_of(server, brought, everywhere))
     by_variable = (
         is_bounded or RULES[optimizer.rule].direction is not None or not _CLIPS.isdisjoint(dict(hyperparameters))
     )
     groups = tuple(map(sorted(set(more)).index, more)) if more else ()
-    key = (number, sparse, by_variable, buffers, optimizer.exempt, groups)
+    key = (number, sparse, mixed, by_variable, buffers, optimizer.exempt, groups)
     known = server.index.dense.get(key)
     if known is None:
         if len(server.index.dense) >= _KNOWN:
             server.index.dense.clear()
-        parts = _ranges_of(server, number, optimizer, sparse, by_variable, groups)
+        parts = _ranges_of(server, number, optimizer, (*sparse, *mixed), by_variable, groups)
         made = tuple(
             Dense(
                 dtype=dtype,
@@ -204,18 +205,45 @@ def _update(
         by_rows = tuple(_rows(server, optimizer, member) for member in sparse)
         known = server.index.dense[key] = made, places, by_rows
     dense, places, by_rows = known
+    dense += tuple([_mixed(server, optimizer, member, brought, buffers) for member in mixed])
     rows = []
     for member, rows_of in zip(sparse, by_rows, strict=True):
-        gradients: list[tuple[Array, Array | None]]
-        if member in brought:
-            found = [each.sparse[brought[member]] for each in given]
-            gradients = [(gradient.values, gradient.indices) for gradient in found]
-        else:
-            array = variables.row(server, member).array
-            gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
+        array = variables.row(server, member).array
+        gradients = [
+            each.get(member) or (gradient_place(server, r, buffers[r], array), None) for r, each in enumerate(brought)
+        ]
         rows.append(with_changes(rows_of, gradients=tuple(gradients)))
-    counts = [t + more[place] for place in (*places, *map(updated.index, sparse))] if more else ()
+    counts = [t + more[place] for place in (*places, *map(updated.index, (*mixed, *sparse)))] if more else ()
     return Update(optimizer.rule, hyperparameters, t, dense, tuple(rows), counts=tuple(counts))
+
+
+def _mixed_of(server: State, brought: Sequence[Mapping[int, object]], everywhere: tuple[int, ...]) -> tuple[int, ...]:
+    """The variables, except empty ones, of which some replicas bring sparse gradients and others dense ones."""
+    if max(map(len, brought)) == len(everywhere):
+        return ()
+    mixed = sorted(set().union(*brought) - set(everywhere))
+    return tuple(member for member in mixed if variables.row(server, member).array.nbytes)
+
+
+def _mixed(
+    server: State,
+    optimizer: Optimizer,
+    number: int,
+    brought: Sequence[Mapping[int, tuple[Array, Array]]],
+    buffers: tuple[int, ...],
+) -> Dense:
+    """The part of a variable of which some replicas bring a sparse gradient."""
+    variable = variables.row(server, number)
+    dtype = variable.spec.dtype
+    return Dense(
+        dtype=dtype,
+        ranges=(slabs.elements(variable.array),),
+        parameters=segment_names.parameters(dtype),
+        slots=optimizers.slot_segments(server, optimizer, dtype),
+        gradients=tuple(_gradients(server, r, each, dtype) for r, each in enumerate(buffers)),
+        rule=_rule_of(optimizer, variable.spec.name),
+        rows=tuple(each.get(number) for each in brought),
+    )
 
 
 def _rows(server: State, optimizer: Optimizer, number: int) -> Rows:

@@ -44,7 +44,7 @@ _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)
 
 
 def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None]) -> tuple[object, ...]:
-    """What must be equal on all replicas. Call sites, shapes and values may differ.
+    """What must be equal on all replicas. Call sites, shapes and values may differ, and which gradients are sparse.
 
     ``known_set`` finds the number of a variable set: some replicas may name a set by its number and others by its
     variables.
@@ -57,7 +57,6 @@ def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None
                     update.variable_set
                     or known_set(update.optimizer, update.variables)
                     or tuple(sorted(update.variables)),
-                    tuple(gradient.variable for gradient in update.sparse),
                 )
                 for update in point.updates
             ]

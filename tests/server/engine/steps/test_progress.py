@@ -255,13 +255,33 @@ def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_m
     book.repeat_all()
 
 
-def test_a_sparse_gradient_does_not_meet_a_dense_one() -> None:
-    book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
+def test_a_sparse_gradient_meets_a_dense_one() -> None:
+    book = Playbook(2).begin().has(spec("table", (5, 2)), spec("empty", (0, 2))).has_optimizer()
+    brought = rows(0), rows(0, variable=2)
+    book.on(asks(0, first_apply(0, 1, 2, sparse=brought)))
+    book.does(asks(1, first_apply(0, 1, 2)))
+    book.on(returns(0, 1))
+    (step,) = book.does(returns(1, 1))
+    assert isinstance(step, Commit)
+    (apply,) = step.operations
+    assert isinstance(apply, Apply)
+    (update,) = apply.updates
+    assert not update.sparse
+    (part,) = update.dense
+    assert part.ranges == ((0, 10),)
+    assert part.gradients == ("gradients/0/0/float32", "gradients/1/0/float32")
+    assert part.rows == ((brought[0].values, brought[0].indices), None)
+    book.on(book.finished(), finished(commits=1))
+    book.repeat_all()
+
+
+def test_rows_of_different_variables_do_not_meet() -> None:
+    book = Playbook(2).begin().has(spec("table", (5, 2)), spec("other", (5, 2))).has_optimizer()
     book.on(asks(0, first_apply(0, 1, sparse=(rows(0),))))
-    reason = r"replica 0 .* to 'table' \(rows of 'table'\) .*replica 1 .* to 'table' \("
+    reason = r"replica 0 .* to 'table' \(rows of 'table'\) .*replica 1 .* to 'other' \("
     told = {"ends_run": True}
     book.on(
-        asks(1, first_apply(0, 1)),
+        asks(1, first_apply(0, 2)),
         to(w(0), PointFailed, MISMATCH, reason, **told),
         to(w(1), PointFailed, MISMATCH, reason, **told),
     )
