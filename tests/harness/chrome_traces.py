@@ -18,7 +18,8 @@ _FIELDS = {
 
 def checked(trace: dict[str, Any]) -> dict[str, Any]:
     """The trace after a way through JSON. Raises AssertionError if an event lacks a field of its phase, if times do not
-    ascend, if slices of a row overlap without one lying in the other, or if a flow has no beginning or no end."""
+    ascend, if slices of a row overlap without one lying in the other, if viewers would mix rows up, or if a flow has no
+    beginning or no end."""
     trace = json.loads(json.dumps(trace, allow_nan=False))
     events = trace["traceEvents"]
     for event in events:
@@ -29,6 +30,7 @@ def checked(trace: dict[str, Any]) -> dict[str, Any]:
     timed = [event for event in events if event["ph"] != "M"]
     assert all(a["ts"] <= b["ts"] for a, b in pairwise(timed))
     _check_rows(events)
+    _check_numbers(events)
     for phase in "sf":
         numbers = [event["id"] for event in events if event["ph"] == phase]
         assert len(numbers) == len(set(numbers))
@@ -53,3 +55,10 @@ def _check_rows(events: list[dict[str, Any]]) -> None:
                 outer.pop()
             assert not outer or end <= outer[-1], (row, begin, end)
             outer.append(end)
+
+
+def _check_numbers(events: list[dict[str, Any]]) -> None:
+    """Perfetto takes the thread 0 of a process for the thread that has the number of the process."""
+    rows = {(event["pid"], event["tid"]) for event in events}
+    assert all(tid > 0 for _, tid in rows), rows
+    assert len({tid for _, tid in rows}) == len(rows), rows

@@ -140,9 +140,7 @@ def test_a_timeline_shows_all_processes_spans_and_flows(two: cs.CentralStorageSt
     assert list(tmp_path.iterdir()) == [path]
     assert not any(trace["otherData"]["missing moments"].values())
     events = trace["traceEvents"]
-    rows = {
-        event["args"]["name"].partition(" (")[0]: event["pid"] for event in events if event["name"] == "process_name"
-    }
+    rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert list(rows) == ["script", "server", "worker 0", "worker 1"]
     complete = [event for event in events if event["ph"] == "X"]
     for name, count in [("gradient", 2 * STEPS), ("fill", 2 * STEPS), ("training", 0)]:
@@ -169,11 +167,10 @@ def test_a_timeline_outlives_a_worker_and_the_server(tmp_path: Path) -> None:
             trained(strategy, step, ahead=True)
             os.kill(strategy.statistics().pid, signal.SIGKILL)
             trained(strategy, step, ahead=False)
-        pids = [strategy.statistics().pid, strategy.statistics().replicas[1].pid]
+        pids = [strategy.statistics().pid, *(each.pid for each in strategy.statistics().replicas)]
     trace = checked(json.loads(path.read_text()))
-    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert names[1] == f"server (pid {pids[0]})"
-    assert names[3] == f"worker 1 (pid {pids[1]})"
+    named = {event["args"]["name"]: event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert named == {"script": os.getpid(), "server": pids[0], "worker 0": pids[1], "worker 1": pids[2]}
     runs = {event["args"]["run"] for event in trace["traceEvents"] if event["name"] == "commit"}
     assert len(runs) >= 3 * STEPS - 2  # a commit that the killed server was in may have no moment
 

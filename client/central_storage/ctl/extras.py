@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 
 from cs_proto.errors import ConfigurationError
 
-__all__ = ["FILES", "complete_files", "has", "require"]
-
-#: What shtab knows as the completion by names of files.
-FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
-
-
-def complete_files(argument: argparse.Action) -> None:
-    """Let shells complete an argument by names of files."""
-    argument.complete = FILES  # type: ignore[attr-defined]
+__all__ = ["has", "require"]
 
 
 def has(module: str) -> bool:

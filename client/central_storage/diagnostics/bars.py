@@ -220,6 +220,7 @@ class _Drawn:
             miniters=0,
         )
         self._bar.start_t -= spent
+        self._bar.last_print_t = self._bar.start_t  # tqdm counts the first rate from then on
 
     def show(self, count: int, shown: str) -> None:
         self._bar.set_postfix_str(shown, refresh=False)
@@ -283,15 +284,16 @@ class _Lines:
 
     def _write(self, count: int, shown: str, *, is_over: bool) -> None:
         spent = self._clock() - self._began
+        units = "" if self._units == "B" else f" {self._units}"
         amount = self._amount(count) if self._of is None else f"{self._amount(count)} of {self._amount(self._of)}"
-        said = [f"{self._text}{amount}{' ' * (self._units != 'B')}{self._units}"]
+        said = [f"{self._text}{amount}{units}"]
         rate = count / spent if spent > 0 else 0.0
         if is_over:
             said[0] += f" in {self._time(spent)}"
         elif self._of and rate:
             said[0] += f" ({count / self._of:.0%}), {self._time(max(0, self._of - count) / rate)} left"
         if rate:
-            said.append(f"{self._amount(rate)}{' ' * (self._units != 'B')}{self._units}/s")
+            said.append(f"{self._amount(rate)}{units}/s")
         if shown:
             said.append(shown)
         try:
@@ -302,5 +304,5 @@ class _Lines:
 
     def _amount(self, count: float) -> str:
         if self._units == "B":
-            return str(self._size(count))
+            return f"{self._size(count)}B"
         return str(count) if isinstance(count, int) else f"{count:.3g}" if count < 100 else f"{count:.0f}"

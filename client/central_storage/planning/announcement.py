@@ -27,9 +27,10 @@ class _Optimizer(Protocol):
 def announce_plan(
     variables: Iterable[Variable], optimizers: Iterable[_Optimizer], devices: Sequence[str], parameter_device: str
 ) -> None:
-    """Print the line for these variables and optimizers, unless ``CS_LOG`` asks for warnings or errors only."""
-    if announces():
-        specs = {each.number: _spec_of(each) for each in variables}
+    """Print the line for these variables and optimizers, unless there are none, or ``CS_LOG`` asks for warnings or
+    errors only."""
+    specs = {each.number: _spec_of(each) for each in variables} if announces() else {}
+    if specs:
         found = [Optimizer(each.rule, frozenset(each.members) or None) for each in optimizers]
         announce(line(specs, found, devices, parameter_device, machine.available_nbytes()))
 

@@ -3,6 +3,9 @@
 The clock of all processes is CLOCK_MONOTONIC of one machine. Every process is a row with the parts of its steps, and
 has another row for each thread with spans of the user's. A flow leads from the return of a replica to the commit of its
 gradient.
+
+Perfetto takes the thread 0 of a process for its main thread, whose number is that of the process. So the row of parts
+has this number, and a row of spans has one that nobody else has.
 """
 
 from __future__ import annotations
@@ -31,8 +34,6 @@ _log = logging.getLogger("central_storage")
 LIMIT = 200_000
 # Seconds between two looks at the rings. A ring has 65,024 places, and a process notes about 12 moments a step.
 _LOOK_EVERY = 0.2
-# The first row of spans of a process is below that of its parts.
-_PARTS_ROW = 0
 _recordings = count()
 
 
@@ -81,13 +82,14 @@ def chrome_trace(
     ``missing`` how many moments of a process are not in ``recorded``. Both are said in ``otherData``.
     """
     start = min((each.when for moments in recorded.values() for each in moments), default=0)
-    rows = {process: row for row, process in enumerate(recorded, 1)}
+    rows = _numbers(recorded, pids or {})
+    threads = count(max(rows.values(), default=0) + 1)
     parts = {process: slices(process, moments) for process, moments in recorded.items()}
     events: list[dict[str, object]] = []
     for process, moments in recorded.items():
         row = rows[process]
         events += (_slice(each, row, start) for each in parts[process])
-        events += _spans(spans(moments), row, start)
+        events += _spans(spans(moments), row, start, threads)
     events += _flows(parts, rows, start)
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # type: ignore[operator]
     return {
@@ -155,17 +157,25 @@ class Recording:
             _log.warning("the timeline %s has only the last moments; earlier ones are missing: %s", self.path, named)
 
 
+def _numbers(recorded: Iterable[str], pids: Mapping[str, int]) -> dict[str, int]:
+    """The number of each process in the trace: its pid, unless one is not known, or two have the same one in two
+    containers."""
+    known = [pids.get(process, 0) for process in recorded]
+    is_usable = all(known) and len(set(known)) == len(known)
+    return dict(zip(recorded, known if is_usable else count(1), strict=False))
+
+
 def _rows(
     recorded: Mapping[str, Sequence[Moment]], rows: Mapping[str, int], pids: Mapping[str, int]
 ) -> Iterator[dict[str, object]]:
     """The names of the rows."""
     names = {CONTROLLER: "script", SERVER: "server"}
-    for process in recorded:
-        name = names.get(process, f"worker {process[1:]}")
-        pid = f" (pid {pids[process]})" if pids.get(process) else ""
-        yield _named("process_name", rows[process], _PARTS_ROW, {"name": name + pid})
-        yield _named("process_sort_index", rows[process], _PARTS_ROW, {"sort_index": rows[process]})
-        yield _named("thread_name", rows[process], _PARTS_ROW, {"name": "steps"})
+    for order, process in enumerate(recorded, 1):
+        name, row, pid = names.get(process, f"worker {process[1:]}"), rows[process], pids.get(process, 0)
+        is_said = pid in (0, row)  # viewers show the number of a process, too
+        yield _named("process_name", row, row, {"name": name if is_said else f"{name} (pid {pid})"})
+        yield _named("process_sort_index", row, row, {"sort_index": order})
+        yield _named("thread_name", row, row, {"name": "steps"})
 
 
 def _named(what: str, pid: int, tid: int, args: dict[str, object]) -> dict[str, object]:
@@ -174,16 +184,17 @@ def _named(what: str, pid: int, tid: int, args: dict[str, object]) -> dict[str, 
 
 def _slice(each: Slice, row: int, start: int) -> dict[str, object]:
     args: dict[str, object] = {"run": each.run, "moment": each.moment}
-    return _complete(each.part, "step", row, _PARTS_ROW, each.begin - start, each.end - start) | {"args": args}
+    return _complete(each.part, "step", row, row, each.begin - start, each.end - start) | {"args": args}
 
 
-def _spans(found: Iterable[Span], row: int, start: int) -> Iterator[dict[str, object]]:
+def _spans(found: Iterable[Span], row: int, start: int, threads: Iterator[int]) -> Iterator[dict[str, object]]:
     tids: dict[int, int] = {}
     for each in found:
-        tid = tids.setdefault(each.thread, _PARTS_ROW + 1 + len(tids))
-        yield _complete(each.name, "span", row, tid, each.begin - start, each.end - start)
-    for tid in tids.values():
-        yield _named("thread_name", row, tid, {"name": "spans" if tid == 1 else f"spans of thread {tid}"})
+        if each.thread not in tids:
+            tids[each.thread] = next(threads)
+        yield _complete(each.name, "span", row, tids[each.thread], each.begin - start, each.end - start)
+    for number, tid in enumerate(tids.values(), 1):
+        yield _named("thread_name", row, tid, {"name": "spans" if number == 1 else f"spans of thread {number}"})
 
 
 def _complete(name: str, category: str, pid: int, tid: int, begin: int, end: int) -> dict[str, object]:
@@ -202,7 +213,8 @@ def _flows(parts: Mapping[str, Sequence[Slice]], rows: Mapping[str, int], start:
             if commit is None or commit.end <= each.begin:
                 continue
             number += 1
-            flow = {"name": "gradient", "cat": "gradient", "id": number, "tid": _PARTS_ROW}
-            yield {"ph": "s", "pid": rows[process], "ts": (each.begin - start) / 1000, **flow}
+            flow = {"name": "gradient", "cat": "gradient", "id": number}
+            begin, end = dict.fromkeys(("pid", "tid"), rows[process]), dict.fromkeys(("pid", "tid"), rows[SERVER])
+            yield {"ph": "s", **begin, "ts": (each.begin - start) / 1000, **flow}
             # Within the slice: at its very end the next slice begins.
-            yield {"ph": "f", "bp": "e", "pid": rows[SERVER], "ts": (commit.end - 1 - start) / 1000, **flow}
+            yield {"ph": "f", "bp": "e", **end, "ts": (commit.end - 1 - start) / 1000, **flow}

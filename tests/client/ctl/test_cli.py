@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.client.ctl.conftest import reading
 from tests.harness.processes import ROOT
 
 from central_storage.ctl import cli, extras, printing, screen
-from central_storage.ctl.commands import completion, doctor, logs, ls, status, top
+from central_storage.ctl.commands import doctor, logs, ls, status, top
 from central_storage.ctl.reading import Event, Looker, Process, Reading, as_json
 from central_storage.ctl.trials import Trial
 from central_storage.launch.checks.finding import Finding
@@ -153,17 +154,46 @@ def test_nothing_that_could_not_be_read_stops_the_output(capsys: pytest.CaptureF
     assert "state:     over\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_takes_its_completions(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert "--follow" in script
+    assert ("-l follow" if shell == "fish" else "--follow") in script
     if shell == "bash":
-        probe = tmp_path / "probe.sh"
-        calls = "COMP_WORDS=(cs-ctl sta); COMP_CWORD=1; _shtab_cs_ctl cs-ctl sta cs-ctl; echo ${COMPREPLY[@]}"
-        probe.write_text(f"{script}\n{calls}\n")
-        said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True)
-        assert set(said.stdout.split()) == {"status", "stack"}
+        assert completed(script, tmp_path, "cs-ctl", "sta") == {"status", "stack"}
+    elif shutil.which(shell):
+        (tmp_path / "script").write_text(script)
+        subprocess.run([shell, "-n", "script"], cwd=tmp_path, check=True)
+
+
+def completed(script: str, directory: Path, *words: str) -> set[str]:
+    """What bash, which has read the script of ``cs-ctl``, offers for the last of these words."""
+    probe = directory / "probe.sh"
+    line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+    call = f"_shtab_cs_ctl {words[0]} {words[-1]} {words[-2]}"
+    probe.write_text(f"{script}\n{line}; {call}; echo ${{COMPREPLY[@]}}\n")
+    said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True, cwd=directory)
+    return set(said.stdout.split())
+
+
+@pytest.mark.parametrize("command", [["status"], ["logs", "-n", "3"], ["stop"]])
+def test_names_of_services_are_completed(
+    command: list[str],
+    held: Callable[..., RunDirectory],
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    held("one.py"), held("two.py")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(place))
+    assert cli.main(["completion", "services"]) == 0
+    names = set(capsys.readouterr().out.split())
+    assert len(names) == 2
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert completed(script, tmp_path, "cs-ctl", *command, "on") == {name for name in names if name.startswith("one")}
 
 
 @pytest.mark.parametrize("command", ["estimate", "checkpoint show"])
@@ -171,27 +201,21 @@ def test_files_are_completed_where_a_file_is_meant(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["completion", "bash"]) == 0
-    words = ["cs-ctl", *command.split(), "trai"]
     (tmp_path / "train.py").touch()
-    probe = tmp_path / "probe.sh"
-    calls = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_cs_ctl cs-ctl trai {words[-2]}"
-    probe.write_text(f"{capsys.readouterr().out}\n{calls}; echo ${{COMPREPLY[@]}}\n")
-    said = subprocess.run(["bash", str(probe)], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout == "train.py\n"
-    assert cli.main(["completion", "fish"]) == 0
-    assert f"'__fish_seen_subcommand_from {command.split()[0]}' -F" in capsys.readouterr().out
-
-
-def test_fish_takes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert completed(capsys.readouterr().out, tmp_path, "cs-ctl", *command.split(), "trai") == {"train.py"}
     assert cli.main(["completion", "fish"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "complete -c cs-ctl -n __fish_use_subcommand -a ls -d 'list all services of this user'" in lines
-    follow = (
-        "complete -c cs-ctl -n '__fish_seen_subcommand_from logs' -s f -l follow -d 'go on with the lines that come'"
-    )
-    assert follow in lines
-    assert any(line.endswith("-a 'bash zsh fish' -d 'your shell'") for line in lines)
-    assert completion.fish(cli.parser_of("cs-top")).startswith("complete -c cs-top -f\n")
+    assert any(f"_using {command.split()[0]}" in line and "__fish_complete_path" in line for line in lines)
+
+
+def test_fish_takes_commands_options_and_services(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("-a ls -d 'List all services of this user.'") for line in lines)
+    assert any("_using logs" in line and "-s f -l follow" in line for line in lines)
+    assert any("_using status" in line and "(cs-ctl completion services 2>/dev/null)" in line for line in lines)
+    assert cli.main(["completion", "fish", "--for", "cs-top"]) == 0
+    assert "complete -c cs-top -f\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("timeout", ["-1", "0", "nan", "1e300"])

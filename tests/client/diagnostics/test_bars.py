@@ -161,6 +161,27 @@ def test_a_terminal_that_says_no_size_has_the_usual_one(
     assert width in bars._width(Terminal())
 
 
+def test_bytes_have_their_units(clock: Clock) -> None:
+    pipe = io.StringIO()
+    bar = Bar("saving", 3_000_000_000, "B", stream=pipe, clock=clock)
+    clock.now += 20
+    assert bar.advance(1_500_000_000)
+    bar.show()
+    assert pipe.getvalue() == "saving: 1.50GB of 3.00GB (50%), 00:20 left, 75.0MB/s\n"
+    bar.close()
+
+
+def test_the_first_rate_of_a_late_bar_counts_from_the_beginning() -> None:
+    terminal = Terminal()
+    bar = Bar("saving", 10_000_000, "B", spent=10_000.0, stream=terminal)
+    assert bar.advance(5_000_000)
+    bar.show()
+    bar.close()
+    rates = re.findall(r"[\d.]+\w*(?=B/s)", terminal.getvalue())
+    assert rates
+    assert set(rates) == {"500"}
+
+
 def test_one_that_nobody_asked_for_needs_no_tqdm_and_says_no_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bars, "_DELAY", 0.0)
     pipe, terminal = io.StringIO(), Terminal()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tests.client.timeline.test_rings import TRAINING
 from tests.harness.chrome_traces import checked
 
@@ -16,17 +17,25 @@ def named(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def test_a_training_is_a_chrome_trace() -> None:
-    trace = checked(chrome_trace(TRAINING, {"server": 4711}, 1_700_000_000 * 10**9, {"w0": 3}))
-    assert [event["args"]["name"] for event in named(trace, "process_name")] == [
-        "script",
-        "server (pid 4711)",
-        "worker 0",
-        "worker 1",
+    pids = {"controller": 4710, "server": 4711, "w0": 4712, "w1": 4713}
+    trace = checked(chrome_trace(TRAINING, pids, 1_700_000_000 * 10**9, {"w0": 3}))
+    assert [(event["args"]["name"], event["pid"]) for event in named(trace, "process_name")] == [
+        ("script", 4710),
+        ("server", 4711),
+        ("worker 0", 4712),
+        ("worker 1", 4713),
     ]
-    [slow] = [event for event in named(trace, "function") if event["pid"] == 4 and event["args"]["run"] == 2]
+    [slow] = [event for event in named(trace, "function") if event["pid"] == 4713 and event["args"]["run"] == 2]
     assert (slow["ts"], slow["dur"], slow["args"]) == (0.1, 0.048, {"run": 2, "moment": "returned"})
     assert trace["otherData"]["began"] == "2023-11-14T22:13:20Z"
     assert trace["otherData"]["missing moments"] == {"w0": 3}
+
+
+@pytest.mark.parametrize("pids", [{"server": 7}, {"controller": 7, "server": 8, "w0": 7, "w1": 9}])
+def test_processes_are_counted_where_pids_are_not_known_or_not_distinct(pids: dict[str, int]) -> None:
+    trace = checked(chrome_trace(TRAINING, pids))
+    assert [event["pid"] for event in named(trace, "process_name")] == [1, 2, 3, 4]
+    assert named(trace, "process_name")[1]["args"]["name"] == f"server (pid {pids['server']})"
 
 
 def test_a_flow_leads_from_each_return_to_its_commit() -> None:
@@ -53,9 +62,9 @@ def test_spans_have_rows_of_their_own_for_each_thread() -> None:
     spans += [Moment(95, "b", 7, -1), Moment(96, "a", 7, -1), Moment(97, "c", 8, -1)]
     trace = checked(chrome_trace({**TRAINING, "w0": [*TRAINING["w0"], *spans]}))
     rows = {event["name"]: event["tid"] for event in trace["traceEvents"] if event.get("cat") == "span"}
-    assert rows == {"a": 1, "b": 1, "c": 2}
+    assert rows == {"a": 5, "b": 5, "c": 6}  # the processes are 1 to 4
     names = {event["tid"]: event["args"]["name"] for event in named(trace, "thread_name") if event["pid"] == 3}
-    assert names == {0: "steps", 1: "spans", 2: "spans of thread 2"}
+    assert names == {3: "steps", 5: "spans", 6: "spans of thread 2"}
 
 
 def test_nothing_is_a_trace_too() -> None:

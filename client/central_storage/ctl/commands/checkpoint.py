@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from central_storage.ctl import printing
 from central_storage.ctl.cli import FOUND, GOOD, NO_SERVICE
-from central_storage.ctl.extras import complete_files
+from central_storage.ctl.completing import complete_files
 from cs_proto.errors import CheckpointError
 from cs_proto.printable import counted, printable
 

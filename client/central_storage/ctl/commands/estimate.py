@@ -14,7 +14,7 @@ from typing import Any
 
 from central_storage.ctl import interrupts, printing
 from central_storage.ctl.cli import FOUND, GOOD, SCRIPT_FAILED
-from central_storage.ctl.extras import complete_files
+from central_storage.ctl.completing import complete_files
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.printable import counted
 from cs_runtime import machine

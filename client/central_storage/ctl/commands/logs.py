@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from central_storage.ctl import printing
 from central_storage.ctl.asking import Supervisor
+from central_storage.ctl.completing import add_service
 from central_storage.ctl.services import choose
 from cs_proto.errors import ConfigurationError
 from cs_proto.messages import LogLine
@@ -25,7 +26,7 @@ HELP = "print and follow what the processes of a service print"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
-    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    add_service(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on with the lines that come")
     parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N of the kept lines")
     parser.add_argument("-p", "--process", metavar="LABEL", help="only of this process: server, w0, w1, supervisor")

@@ -7,6 +7,7 @@ import sys
 import time
 
 from central_storage.ctl import printing
+from central_storage.ctl.completing import add_service
 from central_storage.ctl.profile import as_json, check, lines, profile
 from central_storage.ctl.reading import Looker
 from central_storage.ctl.services import Entry, choose
@@ -23,7 +24,7 @@ _LOOK_EVERY, _TIMEOUT = 0.1, 5.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
-    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    add_service(parser)
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="sample so many steps (default: 200)")
     parser.add_argument(
         "--seconds", type=float, default=5.0, metavar="SECONDS", help="sample no longer than this (default: 5)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from central_storage.ctl import printing
+from central_storage.ctl.completing import add_service
 from central_storage.ctl.reading import read
 from central_storage.ctl.services import choose
 from central_storage.ctl.stacks import Stack, collect, merged
@@ -20,7 +21,7 @@ HELP = "print the stacks of all processes at once"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
-    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    add_service(parser)
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for each answer (default: 5)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from central_storage.ctl import printing
+from central_storage.ctl.completing import add_service
 from central_storage.ctl.processes import KINDS
 from central_storage.ctl.reading import Looker, Process, Reading, as_json
 from central_storage.ctl.services import choose
@@ -17,7 +18,7 @@ HELP = "show everything about one service"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
-    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    add_service(parser)
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for each answer (default: 5)")
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 
 from central_storage.ctl import printing, processes
 from central_storage.ctl.asking import Supervisor
+from central_storage.ctl.completing import add_service
 from central_storage.ctl.services import Entry, choose
 from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError
 from cs_proto.printable import printable
@@ -33,7 +34,7 @@ HELP = "end a service as Ctrl-C does, and then harder"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
-    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    add_service(parser)
     parser.add_argument(
         "--wait", type=float, default=10.0, metavar="SECONDS", help="to wait after each signal (default: 10)"
     )

@@ -21,6 +21,7 @@ from types import FrameType
 
 from central_storage.ctl import interrupts, printing, screen
 from central_storage.ctl.asking import Supervisor
+from central_storage.ctl.completing import add_service
 from central_storage.ctl.reading import Looker, Reading, as_json
 from central_storage.ctl.services import Entry, choose
 from central_storage.ctl.shares import Parts, processor, processor_bars
@@ -42,7 +43,7 @@ _OTHER_SCREEN, _FIRST_SCREEN, _HOME, _REST = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """As :class:`central_storage.ctl.cli.Command`."""
-    parser.add_argument("service", nargs="?", metavar="NAME", help="a name, a pid or a run directory")
+    add_service(parser)
     parser.add_argument(
         "-d", "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
     )
