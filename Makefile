@@ -85,7 +85,7 @@ test-pythons: $(VENV)/.installed-dev  ## the wheel under every other Python that
 	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
 
 test-all:  ## all tests above
-	@for tier in test test-slow test-properties test-zeromq test-interop test-ray test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
+	@for tier in test test-slow test-properties test-zeromq test-interop "test-ray RAY=2.52.1" test-ray test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
 		$(MAKE) --no-print-directory $$tier || exit; \
 	done
 

@@ -316,7 +316,7 @@ def test_a_port_that_is_blocked_is_named(stack: ExitStack, network: Network, key
     machines = Machines(stack, keys, program, "dense", "1", launchers=network.launchers(), host=_HEAD)
     network.drop()
     ended = machines.outpost(0, None, "--start-timeout", "8").wait(unit(30))
-    waiting = f"no gateway answers at {machines.address} yet, and is waited for 4 s: what is sent there gets no answer"
+    waiting = f"no gateway answers at {machines.address} yet; waiting another 4 s: what is sent there gets no answer"
     limit = f"no gateway answered at {machines.address} within 8 s (--start-timeout): what is sent there gets no answer"
     assert (ended.code, waiting in ended.err, limit in ended.err) == (3, True, True), str(ended)
     assert "a firewall drops what is sent to this port" in ended.err

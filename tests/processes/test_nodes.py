@@ -104,6 +104,10 @@ def test_everybody_hears_on_which_machine_a_worker_runs(stack: ExitStack, keys: 
         ["w1.1", str(pids[1]), TWO],
     ]
 
+    missing = json.loads(run("cs-ctl", "stack", "--json", directory).ok().out)["missing"]
+    for worker, pid, node in (("w0", pids[0], ONE), ("w1", pids[1], TWO)):
+        assert missing[f"{worker} (pid {pid})"].startswith(f"runs on {node}; ")
+
     place = {"TMPDIR": str(machines.places[0])}
     listed = json.loads(run("cs-ctl", "ls", "--json", environment=place).ok().out)
     assert [each["nodes"] for each in listed if each["address"] == directory] == [[ONE, TWO]]

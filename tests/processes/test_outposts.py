@@ -740,7 +740,7 @@ def test_something_else_listens_there(keys: Path) -> None:
         ended = run("cs-launch", "--join", address, "--keys", keys / "a", "--start-timeout", "6")
     assert (ended.code, ended.err.count(f"{address} ")) == (3, 2), str(ended)
     for said in (
-        f"no gateway answers at {address} yet, and is waited for 2 s: what listens there is no gateway",
+        f"no gateway answers at {address} yet; waiting another 2 s: what listens there is no gateway",
         "6 s",
     ):
         assert said in ended.err

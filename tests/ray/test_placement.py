@@ -187,6 +187,28 @@ def test_a_script_that_has_its_workers_placed_and_is_killed(cluster: Running, bi
         assert run_directories() == []
 
 
+def test_workers_in_the_bundles_of_a_trial_of_tune(cluster: Running, bits: str, tmp_path: Path) -> None:
+    """The trial has all processors of the cluster, so there is no place beside its placement group."""
+    ended = run(HERE / "grouped.py", tmp_path, environment=cluster.environment, timeout=unit(200)).ok()
+    assert digest(ended) == bits
+    assert "\ngroups 1\n" in ended.out
+    said = (
+        "refused 5 workers need a bundle with CPU 1 free each, and the 4 bundles of the placement group have room for 4"
+    )
+    assert said in ended.out
+    assert outposts(cluster) == []
+    assert run_directories() == []
+
+
+def test_a_placement_group_that_is_not_there(cluster: Running) -> None:
+    group = "0a" * 18
+    options = ("--ray", "auto", "--workers", "2", "--ray-group", group)
+    ended = run("cs-launch", *options, HERE / "placed.py", environment=cluster.environment, timeout=unit(60))
+    assert ended.code == 3
+    assert f"the cluster has no placement group {group}; ray list placement-groups lists those it has" in ended.err
+    assert run_directories() == []
+
+
 def test_what_ray_lacks_is_an_error_of_the_script(cluster: Running) -> None:
     program = (
         "import central_storage as cs; from central_storage.ray import RayCluster\n"

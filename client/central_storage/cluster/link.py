@@ -310,8 +310,8 @@ class Link(_End):
             connection.is_connected, connection.deadline = True, now + _limit(_ANSWERS, self._unanswered)
         if news == "refused":
             raise ConfigurationError(
-                f"the service at {self.endpoint} does not admit the key {self._keys.path}: its directory of keys needs "
-                f"{self._keys.role}.key"
+                f"the service at {self.endpoint} does not admit the key {self._keys.path}: its directory of keys "
+                f"needs the {self._keys.role}.key that was made with it"
             )
         is_quiet = self.session.silence(now) >= self._silence if connection.is_open else now >= connection.deadline
         if news == "cut" or is_quiet:

@@ -42,6 +42,8 @@ class Request:
     start_timeout: float = 60.0
     #: A cluster on a network may be without authentication.
     without_token: bool = False
+    #: The ID of a placement group of the user's, whose bundles are used; "" to reserve places.
+    group: str = ""
 
     @property
     def pretend_nodes(self) -> int:
@@ -102,6 +104,27 @@ class Request:
         each = ", ".join(f"{name} {_number(amount)}" for name, amount in bundles[0].items())
         what = f"{self.per_node} workers need" if self.per_node else "a worker needs"
         return f"{what} {each} on one node, and no {len(bundles)} such places are free on {where}"
+
+    def lacking_in_group(self, free: Sequence[Mapping[str, float]]) -> str:
+        """What is missing in the user's placement group, in a sentence; "" if it has room. Its bundles have these free
+        resources each.
+
+        >>> Request("auto", 3, {"CPU": 1.0}).lacking_in_group([{}, {"CPU": 1.0}, {"CPU": 1.0}])
+        '3 workers need a bundle with CPU 1 free each, and the 3 bundles of the placement group have room for 2'
+        """
+        room = sum(
+            min(int(bundle.get(name, 0) / amount + 1e-6) for name, amount in self.resources.items()) for bundle in free
+        )
+        if room >= self.workers:
+            return ""
+        each = ", ".join(f"{name} {_number(amount)}" for name, amount in self.resources.items())
+        who = f"{self.workers} workers need" if self.workers > 1 else "1 worker needs"
+        bundles = f"the {len(free)} bundles" if len(free) != 1 else "the one bundle"
+        verb = "have" if len(free) != 1 else "has"
+        return (
+            f"{who} a bundle with {each} free{' each' if self.workers > 1 else ''}, and {bundles} of the placement "
+            f"group {verb} room for {room}"
+        )
 
     def to_json(self) -> str:
         """This, for the command line of the placer."""

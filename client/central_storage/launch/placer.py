@@ -38,6 +38,8 @@ _MARGIN = 10.0
 # Seconds that it has for its end: it gives the places back, and ends what it has started.
 _END_TIMEOUT = 5.0
 _READ_NBYTES = 65536
+# How often Ray tries to connect to a cluster that is there.
+_TRIES = "6"
 # What the script and the processes of the service are told means nothing to nodes.
 _NOT_FOR_NODES = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE", "CS_RUN_DIRECTORY", "CS_ROLE", "CS_ERROR_FILE")
 
@@ -275,7 +277,8 @@ def environment_of(request: Request, environment: Mapping[str, str]) -> dict[str
     """The environment in which Ray is asked, from the user's.
 
     A cluster that the run starts stays on loopback, asks for a token that nobody else knows, and reports nothing about
-    its use. At other clusters, Ray uses a token that the user has only if it is told to.
+    its use. At other clusters, Ray uses a token that the user has only if it is told to, and tries a few times to
+    connect: each try takes a second, and the twenty of its own show a wrong token no better.
     """
     kept = {name: value for name, value in environment.items() if name not in _NOT_FOR_NODES}
     if path := python_path(environment):
@@ -292,6 +295,7 @@ def environment_of(request: Request, environment: Mapping[str, str]) -> dict[str
     has_token = kept.get("RAY_AUTH_TOKEN") or kept.get("RAY_AUTH_TOKEN_PATH")
     if has_token or Path(kept.get("HOME", "/"), ".ray", "auth_token").is_file():
         kept.setdefault("RAY_AUTH_MODE", "token")
+    kept.setdefault("RAY_NUM_REDIS_GET_RETRIES", _TRIES)
     return kept
 
 

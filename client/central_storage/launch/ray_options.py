@@ -23,7 +23,16 @@ _OPTION = "--ray"
 _KEYS = "ray-keys"
 _CLUSTER = re.compile(r"auto|(?!local:)(\[[\w:.%]+\]|[\w.-]+):[0-9]{1,5}")
 _PRETENDED = re.compile(r"local:[1-9][0-9]?")
-_DEPENDENT = ("workers", "worker_resources", "workers_per_node", "spread", "runtime_env", "ray_without_token")
+_GROUP = re.compile(r"[0-9a-f]{36}")
+_DEPENDENT = (
+    "workers",
+    "worker_resources",
+    "workers_per_node",
+    "spread",
+    "ray_group",
+    "runtime_env",
+    "ray_without_token",
+)
 _ON_A_NODE = "the script must run on a node of the cluster: ray job submit --working-dir . -- cs-launch --ray auto ..."
 
 
@@ -50,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--spread", action="store_true", help=f"with {_OPTION}: spread the workers over as many nodes as possible"
+    )
+    parser.add_argument(
+        "--ray-group",
+        metavar="ID",
+        help=f"with {_OPTION}: reserve nothing, and use what is free in the bundles of this placement group",
     )
     parser.add_argument(
         "--runtime-env",
@@ -93,11 +107,23 @@ def check(options: argparse.Namespace, modes: Sequence[str]) -> None:
         raise ConfigurationError(f"--workers takes a number from 1 to {MOST_REPLICAS}, not {options.workers}")
     if options.workers_per_node is not None and options.spread:
         raise ConfigurationError("--spread and --workers-per-node exclude each other")
+    if options.ray_group is not None:
+        _check_group(options)
     try:
         require("ray", "ray", _OPTION)
     except ModuleNotFoundError as error:
         raise ConfigurationError(str(error)) from error
     request_of(options)
+
+
+def _check_group(options: argparse.Namespace) -> None:
+    if not _GROUP.fullmatch(options.ray_group):
+        raise ConfigurationError(
+            f"--ray-group takes the ID of a placement group, 36 hexadecimal digits, not {options.ray_group!r:.100}"
+        )
+    if options.workers_per_node is not None or options.spread:
+        given = "--spread" if options.spread else "--workers-per-node"
+        raise ConfigurationError(f"--ray-group and {given} exclude each other: a placement group has its nodes already")
 
 
 def placer_of(
@@ -146,7 +172,10 @@ def request_of(options: argparse.Namespace) -> Request:
         runtime_env,
         options.start_timeout,
         options.ray_without_token,
+        options.ray_group or "",
     )
+    if request.pretend_nodes and request.group:
+        raise ConfigurationError(f"{_OPTION} {request.address}: pretend nodes have no placement group {request.group}")
     if request.pretend_nodes and request.resources.get("GPU"):
         raise ConfigurationError(f"{_OPTION} {request.address}: pretend nodes have no GPUs; a cluster may have some")
     if request.pretend_nodes and len(request.bundles()) > request.pretend_nodes and request.per_node is not None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
 from cs_proto.frozen import fields_of, frozen, with_changes
@@ -35,6 +35,8 @@ Kind = Literal["launcher", "script", "notebook", "serve", "in-process"]
 _SCRIPT_LIMIT = 500
 # Options of Python that have a value.
 _WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")
+# What Ray calls a process that runs an actor or a task, such as ray::Trial.train, in place of its command line.
+_OF_RAY = "ray::"
 # No clock shows a later time, in seconds.
 _LATEST = 1 << 37
 
@@ -161,7 +163,10 @@ def typed(words: Sequence[str]) -> str:
 
 def origin() -> tuple[str, Kind]:
     """What the user of this process typed, and whether it is a script or a notebook. A prompt of Python counts as a
-    notebook: who is interrupted there goes on."""
+    notebook: who is interrupted there goes on. For an actor or a task of Ray, it is what ``ps`` shows: Ray has typed
+    the rest."""
+    if (title := _title()).startswith(_OF_RAY):
+        return typed([title]), "script"
     if "ipykernel.kernelapp" in sys.modules:
         return os.environ.get("JPY_SESSION_NAME") or "notebook", "notebook"
     is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -170,8 +175,14 @@ def origin() -> tuple[str, Kind]:
     return typed(sys.orig_argv[1:]), "notebook" if is_prompt else "script"
 
 
+def _title() -> str:
+    """What this process calls itself."""
+    return Path("/proc/self/cmdline").read_bytes().split(b"\0", 1)[0].decode(errors="replace")
+
+
 def _stem(script: str) -> str:
-    """``train`` of ``train.py --rate 0.1``, and of ``-m project.train``."""
+    """``train`` of ``train.py --rate 0.1``, of ``-m project.train``, and of ``ray::train``."""
+    script = script.removeprefix(_OF_RAY)
     try:
         words = shlex.split(script)
     except ValueError:  # it was cut

@@ -25,6 +25,9 @@ class RayCluster:
 
     Variables and script are on this machine, which must be a node of the cluster. It starts nothing itself.
 
+    In a placement group, as in a trial of Ray Tune, the workers get what is free in its bundles, and nothing else is
+    reserved. ``placement_strategy`` and ``workers_per_node`` are for places outside of one.
+
     Args:
         workers: The number of workers.
         resources_per_worker: What Ray reserves for each of them, under its own names. None: one CPU.
@@ -32,7 +35,7 @@ class RayCluster:
         workers_per_node: Exactly so many on each node. None: as they fit.
         address: ``"HOST:PORT"`` of a cluster, or ``"local:3"`` for three pretend nodes on this machine. None: the
             cluster to which this script has connected by ``ray.init()``, or that ``RAY_ADDRESS`` names, or that runs on
-            this machine.
+            this machine. With an address, places are reserved beside the placement group of this process, too.
         runtime_env: Ray's runtime environment for the nodes.
         without_token: Use a cluster on a network also if everybody who reaches it may run code there.
 
@@ -71,12 +74,14 @@ class RayCluster:
     def options(self) -> list[str]:
         """The options of ``cs-launch`` that say the same. The caller removes the file of ``--runtime-env``."""
         resources = ",".join(f"{name}={amount!r}" for name, amount in self._resources.items())
+        group = None if self._address else _group_of_script()
         return [
             *("--ray", self._address or _address_of_script() or "auto"),
             *("--workers", str(self.workers)),
             f"--worker-resources={resources}",
             *(("--workers-per-node", str(self._per_node)) if self._per_node is not None else ()),
             *(("--spread",) if self._is_spread else ()),
+            *(("--ray-group", group) if group else ()),
             *(("--runtime-env", _written(self._runtime_env)) if self._runtime_env is not None else ()),
             *(("--ray-without-token",) if self._without_token else ()),
         ]
@@ -98,3 +103,12 @@ def _address_of_script() -> str | None:
         return None
     address: str = ray.get_runtime_context().gcs_address
     return address
+
+
+def _group_of_script() -> str | None:
+    """The ID of the placement group in which this process runs, if it does."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    group = ray.util.get_current_placement_group()
+    return None if group is None else group.id.hex()

@@ -83,12 +83,13 @@ def _pretending(request: Request) -> Iterator[str]:
     }
     cluster = None
     try:
-        cluster = Cluster(initialize_head=True, head_node_args={**node, **_OF_HEAD})
-        for _ in range(request.pretend_nodes - 1):
-            cluster.add_node(**node)
+        try:
+            cluster = Cluster(initialize_head=True, head_node_args={**node, **_OF_HEAD})
+            for _ in range(request.pretend_nodes - 1):
+                cluster.add_node(**node)
+        except _FAILURES as error:
+            raise LaunchError(f"pretend nodes of Ray could not be started: {_first(error)}") from error
         yield cluster.address
-    except _FAILURES as error:
-        raise LaunchError(f"pretend nodes of Ray could not be started: {_first(error)}") from error
     finally:
         if cluster is not None:
             cluster.shutdown()

@@ -1,10 +1,10 @@
 """The placer of one run: ``python -m central_storage.ray.placer``. The launcher starts it, and it ends with its
 connection to the launcher.
 
-It reserves the workers' places in one placement group, and starts an actor in each, or one for all workers of a node
-whose number is given. The actor makes keys on its node; only the public key comes back, and is put where the gateway
-looks for it. Then the launcher of these workers joins the service by TCP. What dies is replaced in its place, with new
-keys. Nothing of the training passes through Ray.
+It reserves the workers' places in one placement group, or uses one of the user's, and starts an actor in each place, or
+one for all workers of a node whose number is given. The actor makes keys on its node; only the public key comes back,
+and is put where the gateway looks for it. Then the launcher of these workers joins the service by TCP. What dies is
+replaced in its place, with new keys. Nothing of the training passes through Ray.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -46,6 +47,8 @@ __all__ = ["main"]
 # Seconds: between two looks at a placement group, between two lines about one that waits, and for a worker that was
 # told to end, as all of them are before this process is.
 _LOOK_EVERY, _SAY_EVERY, _END_PAUSE = 1.0, 10.0, 5.0
+# Seconds in which the user's placement group must have room.
+_ROOM_TIMEOUT = 10.0
 # Seconds that the launchers of workers have to end when the service has ended.
 _LAUNCHER_TIMEOUT = 3.0
 # In what Ray says when the head that answers is not the one to which this process has connected.
@@ -133,7 +136,7 @@ class _Placing:
             placing.cancel()
             with suppress(asyncio.CancelledError, CentralStorageError):
                 await placing
-            if self._group is not None:
+            if self._group is not None and not self._request.group:
                 with suppress(*_FAILURES):  # of a cluster that has ended, nothing is left
                     remove_placement_group(self._group)  # which ends its actors
 
@@ -154,7 +157,32 @@ class _Placing:
     # --- places -----------------------------------------------------------------------------------------------------
 
     async def _place(self) -> list[_Seat]:
-        """Reserve all places, and start an actor in each. Raises LaunchError with what Ray lacks."""
+        """Have all places, and start an actor in each. Raises LaunchError with what Ray lacks."""
+        await (self._find_room(self._request.group) if self._request.group else self._reserve())
+        opening = asyncio.gather(*(self._open(launcher) for launcher in range(len(self._request.launchers()))))
+        try:
+            return await asyncio.wait_for(opening, max(1.0, self._deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise LaunchError(
+                f"the actors of the workers did not start within {self._request.start_timeout:g} s (--start-timeout); "
+                "a busy machine takes longer, and Ray's logs on the nodes name other reasons"
+            ) from error
+        except _FAILURES as error:
+            raise LaunchError(f"an actor of a worker could not be started: {_lines(error)}") from error
+
+    async def _find_room(self, group: str) -> None:
+        """Wait for what ends in the user's placement group, such as actors of an earlier placer of this run."""
+        self._group = _of_user(group)
+        last = min(self._deadline, time.monotonic() + _ROOM_TIMEOUT)
+        while why := self._request.lacking_in_group(_free_of(self._group)):
+            if time.monotonic() >= last:
+                raise LaunchError(
+                    f"{why}; ask for more bundles when the group is made, as by tune.PlacementGroupFactory, or give "
+                    "RayCluster an address, to reserve places beside the group"
+                )
+            await asyncio.sleep(_LOOK_EVERY)
+
+    async def _reserve(self) -> None:
         try:
             self._group = placement_group(self._request.bundles(), strategy=self._request.strategy)
         except _FAILURES as error:
@@ -167,16 +195,6 @@ class _Placing:
             if time.monotonic() - said >= _SAY_EVERY:
                 said = time.monotonic()
                 self._say(f"waiting for Ray: {self._lacking()}")
-        opening = asyncio.gather(*(self._open(launcher) for launcher in range(len(self._request.launchers()))))
-        try:
-            return await asyncio.wait_for(opening, max(1.0, self._deadline - time.monotonic()))
-        except TimeoutError as error:
-            raise LaunchError(
-                f"the actors of the workers did not start within {self._request.start_timeout:g} s (--start-timeout); "
-                "Ray's logs on the nodes say why"
-            ) from error
-        except _FAILURES as error:
-            raise LaunchError(f"an actor of a worker could not be started: {_lines(error)}") from error
 
     def _lacking(self) -> str:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -187,7 +205,7 @@ class _Placing:
         bundle, workers = self._request.launchers()[launcher]
         resources = {name: workers * amount for name, amount in self._request.resources.items()}
         cpus, gpus, memory = (resources.pop(name, 0) for name in ("CPU", "GPU", "memory"))
-        place = PlacementGroupSchedulingStrategy(self._group, bundle)
+        place = PlacementGroupSchedulingStrategy(self._group, -1 if self._request.group else bundle)  # -1: any
         return (
             ray.remote(Host)
             .options(
@@ -278,6 +296,23 @@ class _Placing:
 
     def _tell(self, **said: Any) -> None:
         _tell(self._launcher, **said)
+
+
+def _of_user(group: str) -> PlacementGroup:
+    """The placement group with this ID. Raises LaunchError if the cluster has none."""
+    found = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group)))
+    if ray.util.placement_group_table(found).get("state") in (None, "REMOVED"):
+        raise LaunchError(f"the cluster has no placement group {group}; ray list placement-groups lists those it has")
+    return found
+
+
+def _free_of(group: PlacementGroup) -> list[dict[str, float]]:
+    """What is free in each of its bundles."""
+    free: list[dict[str, float]] = [{} for _ in range(group.bundle_count)]
+    for name, amount in ray.available_resources().items():
+        if found := re.fullmatch(rf"(.+)_group_(\d+)_{group.id.hex()}", name):
+            free[int(found[2])][found[1]] = amount
+    return free
 
 
 def _asks_for_a_token(mode: str, version: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from central_storage.ctl import cli, services
 from central_storage.ctl.reading import Looker, Reading
+from central_storage.launch import service_file
 from central_storage.launch.run_directory import RunDirectory, known
 from central_storage.launch.service_file import FILE, ServiceFile, _stem, origin
 from cs_proto.errors import LaunchError
@@ -169,6 +170,8 @@ def test_the_file_is_private_and_changes_as_a_whole(held: Held) -> None:
         ("'/home/me/my model.py'", "my-model"),
         ("-m project.train --x", "train"),
         ("-c 'import this'", "python"),
+        ("ray::Trial.train", "Trial"),
+        ("ray::train", "train"),
         ("interactive", "interactive"),
         ("-m", "python"),
         ("", "python"),
@@ -201,6 +204,13 @@ def test_it_is_known_who_has_started_a_service(monkeypatch: pytest.MonkeyPatch) 
     assert origin() == ("notebook", "notebook")
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/a.ipynb")
     assert origin() == ("/home/me/a.ipynb", "notebook")
+
+
+def test_an_actor_of_ray_has_typed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_file, "_title", lambda: "ray::Trial.train")
+    assert origin() == ("ray::Trial.train", "script")
+    monkeypatch.undo()
+    assert "pytest" in origin()[0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from central_storage.launch.placement import Request, resources_of
@@ -43,7 +45,8 @@ def test_pretend_nodes_have_room_for_the_workers() -> None:
 
 
 def test_the_placer_gets_all_of_it() -> None:
-    asked = request("local:3", per_node=2, runtime_env="/a file.yaml", start_timeout=3.5, without_token=True)
+    said = {"runtime_env": "/a file.yaml", "start_timeout": 3.5, "without_token": True, "group": "0a" * 18}
+    asked = request("local:3", per_node=2, **said)
     assert Request.of_json(asked.to_json()) == asked
 
 
@@ -86,6 +89,25 @@ def test_what_is_missing_is_named(
     asked: Request, nodes: list[dict[str, float]], free: dict[str, float], said: str
 ) -> None:
     assert asked.lacking(nodes, free) == said
+
+
+@pytest.mark.parametrize(
+    ("workers", "free", "said"),
+    [
+        (3, [{}, {"CPU": 4.0, "disk": 1.0}, {"CPU": 3.0, "disk": 9.0}], ""),
+        (2, [{"CPU": 1.0, "disk": 1.0}, {"CPU": 3.0}, {"CPU": 2.0, "disk": 0.5}], "the 3 bundles .* have room for 1"),
+        (1, [{}], "1 worker needs a bundle with CPU 2, disk 0.5 free, and the one bundle .* has room for 0"),
+    ],
+)
+def test_the_room_in_a_placement_group_is_that_of_its_bundles(
+    workers: int, free: list[dict[str, float]], said: str
+) -> None:
+    assert re.search(said or "^$", request(workers=workers, group="0a" * 18).lacking_in_group(free))
+
+
+def test_a_bundle_is_divided_as_ray_divides_it() -> None:
+    """0.3 / 0.1 is less than 3."""
+    assert Request("auto", 3, {"GPU": 0.1}).lacking_in_group([{"GPU": 0.3}]) == ""
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,14 @@ def test_a_token_that_the_user_has_is_used(tmp_path: Path) -> None:
     assert environment_of(REQUEST, nobody)["RAY_AUTH_MODE"] == "token"
 
 
+def test_a_cluster_that_does_not_answer_is_not_tried_for_long() -> None:
+    """Pretend nodes are just starting, and may need a while."""
+    tries = "RAY_NUM_REDIS_GET_RETRIES"
+    assert int(environment_of(REQUEST, {})[tries]) < 10
+    assert environment_of(REQUEST, {tries: "30"})[tries] == "30"
+    assert tries not in environment_of(Request("local:2", 2, {"CPU": 1.0}), {})
+
+
 def test_a_node_hears_nothing_of_this_run() -> None:
     kept = environment_of(REQUEST, {"CS_ADDRESS": "/run/cs", "CS_DEVICES": "cpu:0", "CS_LOG": "debug"})
     assert not {"CS_ADDRESS", "CS_DEVICES"} & set(kept)

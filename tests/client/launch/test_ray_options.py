@@ -11,6 +11,8 @@ from central_storage.diagnostics import extras
 from central_storage.launch import ray_options
 from cs_proto.errors import ConfigurationError
 
+GROUP = "0123456789abcdef" * 2 + "0100"
+
 
 @pytest.fixture(autouse=True)
 def ray_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +36,13 @@ def test_what_is_asked_for() -> None:
     request = ray_options.request_of(asked)
     assert (request.address, request.workers, request.per_node) == ("auto", 8, 4)
     assert request.resources == {"CPU": 4.0, "GPU": 1.0}
+    assert request.group == ""
+
+
+def test_the_bundles_of_a_placement_group_are_asked_for() -> None:
+    asked = options("--ray", "auto", "--workers", "8", "--ray-group", GROUP)
+    ray_options.check(asked, [])
+    assert ray_options.request_of(asked).group == GROUP
 
 
 def test_a_worker_needs_a_processor_unless_something_else_is_said() -> None:
@@ -80,6 +89,10 @@ def test_without_the_option_nothing_is_checked_and_nothing_else_is_taken() -> No
         ("local --workers 2", "names no cluster"),
         ("local:0 --workers 2", "names no cluster"),
         ("192.0.2.7 --workers 2", "names no cluster"),
+        ("auto --workers 2 --ray-group 0a", "--ray-group takes the ID of a placement group, 36 hexadecimal digits"),
+        (f"auto --workers 2 --ray-group {GROUP} --spread", "--ray-group and --spread exclude each other"),
+        (f"auto --workers 2 --ray-group {GROUP} --workers-per-node 2", "--workers-per-node exclude each other"),
+        (f"local:2 --workers 2 --ray-group {GROUP}", f"pretend nodes have no placement group {GROUP}"),
         ("local:2 --workers 2 --worker-resources GPU=1", "pretend nodes have no GPUs"),
         ("local:2 --workers 5 --workers-per-node 2", "need --ray local:3"),
     ],

@@ -37,13 +37,20 @@ def test_the_options_of_cs_launch_that_say_the_same() -> None:
     assert "--spread" in RayCluster(2, placement_strategy="SPREAD").options()
 
 
-def test_the_cluster_to_which_the_script_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cluster_to_which_the_script_has_connected_and_its_placement_group(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = SimpleNamespace(
-        is_initialized=lambda: True, get_runtime_context=lambda: SimpleNamespace(gcs_address="192.0.2.7:6379")
+        is_initialized=lambda: True,
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="192.0.2.7:6379"),
+        util=SimpleNamespace(get_current_placement_group=lambda: None),
     )
     monkeypatch.setitem(sys.modules, "ray", connected)
     assert RayCluster(2).options()[:2] == ["--ray", "192.0.2.7:6379"]
+    assert "--ray-group" not in RayCluster(2).options()
     assert RayCluster(2, address="local:3").options()[:2] == ["--ray", "local:3"]
+    group = SimpleNamespace(id=bytes.fromhex("0a" * 18))
+    monkeypatch.setattr(connected.util, "get_current_placement_group", lambda: group)
+    assert RayCluster(2).options()[-2:] == ["--ray-group", "0a" * 18]
+    assert "--ray-group" not in RayCluster(2, address="192.0.2.7:6379").options()
     monkeypatch.setattr(connected, "is_initialized", lambda: False)
     assert RayCluster(2).options()[:2] == ["--ray", "auto"]
 

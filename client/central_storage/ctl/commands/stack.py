@@ -33,6 +33,11 @@ def run(options: argparse.Namespace) -> int:
     titles = {each.pid: f"{each.label} (pid {each.pid})" for each in shown}
     stacks = {pid: each for pid, each in found.items() if not isinstance(each, str)}
     missing = {titles[pid]: why for pid, why in found.items() if isinstance(why, str)}
+    for each in reading.processes:
+        if each.node:
+            missing[f"{each.label} (pid {each.pid})"] = (
+                f"runs on {each.node}; kill -USR1 of its processes makes them print their stacks there"
+            )
     if options.json:
         threads = [_as_json(each.label, each.pid, stack) for each in shown for stack in stacks.get(each.pid, ())]
         printing.json_line({"threads": threads, "missing": missing})

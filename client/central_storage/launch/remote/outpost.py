@@ -123,7 +123,7 @@ class _Outpost:
         if link is self._link and not link.is_open and not self._is_told:
             left = max(0.0, self._start_timeout - _SAY_AFTER)
             self._terminal.say(
-                f"no gateway answers at {self._endpoint} yet, and is waited for {left:g} s: {link.why_not_open()}"
+                f"no gateway answers at {self._endpoint} yet; waiting another {left:g} s: {link.why_not_open()}"
             )
 
     def _put(self, kind: bytes, parts: Sequence[Buffer]) -> None:
