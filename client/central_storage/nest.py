@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.printable import counted
 
 from .diagnostics.tensorflow_names import attributes
 
@@ -88,7 +89,8 @@ def pack_sequence_as(structure: Any, flat_sequence: Sequence[Any]) -> Any:
     _, treespec, order = _walk(structure)
     if len(flat_sequence) != len(order):
         raise InvalidArgumentError(
-            f"{len(flat_sequence)} values for a structure with {len(order)} leaves: {structure!r}"
+            f"{counted(len(flat_sequence), 'value')} for a structure with {counted(len(order), 'leaf', 'leaves')}: "
+            f"{structure!r}"
         )
     packed: list[Any] = [None] * len(order)
     for place, value in zip(order, flat_sequence, strict=True):

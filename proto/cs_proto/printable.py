@@ -7,7 +7,7 @@ goes through :func:`printable`. What the user's own functions print is shown as 
 
 from __future__ import annotations
 
-__all__ = ["printable"]
+__all__ = ["counted", "printable"]
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -26,3 +26,13 @@ def printable(text: str, *, lines: bool = False) -> str:
         c if c.isprintable() or (lines and c == "\n") else " " if c == "\t" else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number of things. ``plural``: where it is not the noun with an s.
+
+    Examples:
+        >>> counted(1, "step"), counted(2, "step"), counted(0, "axis", "axes")
+        ('1 step', '2 steps', '0 axes')
+    """
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from cs_proto import records
 from cs_proto.errors import ConfigurationError
-from cs_proto.printable import printable
+from cs_proto.printable import counted, printable
 
 from .private_files import open_private
 
@@ -83,6 +83,6 @@ class Complaints:
             self._left_out += 1
             return
         self._said[peer] += 1
-        more = f" ({self._left_out} lines like this were left out)" if self._left_out else ""
+        more = f" (left out {counted(self._left_out, 'line')} like this)" if self._left_out else ""
         self._left_out = 0
         self._log.warning(message + more, *values)

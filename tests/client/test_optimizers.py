@@ -374,7 +374,7 @@ def test_decay_is_a_hyperparameter_of_every_optimizer(s: CentralStorageStrategy)
 def test_weights_are_the_count_and_the_slots(s: CentralStorageStrategy, backend: Backend) -> None:
     optimizer, w, b = made(s, "Adam"), variable(s, 2), variable(s, 3)
     assert [weight.name for weight in optimizer.variables] == ["Adam/iterations"]
-    with pytest.raises(InvalidArgumentError, match=r"takes 1 values \(iterations and 0 slots\), not 2; slots"):
+    with pytest.raises(InvalidArgumentError, match=r"takes 1 value \(iterations and 0 slots\), not 2; slots"):
         optimizer.set_weights([1, np.zeros(2, F32)])
     backend.slotted_numbers = (w.number, b.number)
     optimizer.build([w, b])

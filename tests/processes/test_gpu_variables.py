@@ -160,7 +160,7 @@ def test_what_does_not_fit_the_gpu_is_refused_before_anything_has_changed(two: c
     def step(optimizer: cs.optimizers.Optimizer) -> None:
         optimizer.apply_gradients([(np.full(1 << 20, -1, F32), v)])
 
-    with pytest.raises(MemoryError, match=r"optimizer .* planned.* on gpu:1 for the slots m, v, vhat of 1 variables"):
+    with pytest.raises(MemoryError, match=r"optimizer .* planned.* on gpu:1 for the slots m, v, vhat of 1 variable"):
         two.run(step, args=(optimizer,))
     assert not v.numpy().any()
     two.run(step, args=(small,))

@@ -324,7 +324,7 @@ def test_where_it_makes_no_sense(two: cs.CentralStorageStrategy, batches: Any) -
     for wrong, kind, words in [
         (lambda: two.run_steps(3, batches), TypeError, "fn must be callable"),  # type: ignore[arg-type]
         (lambda: two.run_steps(float_sum, [1]), TypeError, "experimental_distribute_dataset"),  # type: ignore[arg-type]
-        (lambda: two.run_steps(float_sum, of_one), ValueError, "split over 1 replicas, this strategy has 2"),
+        (lambda: two.run_steps(float_sum, of_one), ValueError, "split over 1 replica, this strategy has 2"),
         (lambda: two.run_steps(float_sum, iter(of_one)), ValueError, "distribute it with this strategy"),
         (lambda: two.run_steps(float_sum, batches, -1), ValueError, "steps must not be negative"),
         (lambda: two.run_steps(float_sum, batches, True), TypeError, "steps must be an int"),

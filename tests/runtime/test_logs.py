@@ -69,9 +69,9 @@ def test_a_peer_gets_one_line_a_second_and_all_get_four(caplog: pytest.LogCaptur
     assert caplog.messages == ["refused 0"]
     for number in range(100_000):
         complaints.warn(number, "refused %d", number)
-    assert caplog.messages[1] == "refused 0 (999 lines like this were left out)"
+    assert caplog.messages[1] == "refused 0 (left out 999 lines like this)"
     assert len(caplog.messages) == 4
     assert len(complaints._said) <= 4
     now[0] += 1
     complaints.warn(b"x", "refused %d", 1000)
-    assert caplog.messages[4:] == ["refused 1000 (99997 lines like this were left out)"]
+    assert caplog.messages[4:] == ["refused 1000 (left out 99997 lines like this)"]

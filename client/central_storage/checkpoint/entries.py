@@ -26,6 +26,7 @@ from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import CheckpointError
+from cs_proto.printable import counted
 
 from . import disk
 from .stored import Stored
@@ -250,7 +251,8 @@ def of_sum(accumulator: GradientAccumulator, name: str) -> Entry:
         rows = 1 if accumulator.strategy is None else accumulator.strategy.num_replicas_in_sync
         if len(value) == rows:
             return None
-        return f"sums of {len(value)} replicas do not fit {rows}; apply the gradients and reset before you save"
+        sums = f"sums of {counted(len(value), 'replica')}"
+        return f"{sums} do not fit {rows}; apply the gradients and reset before you save"
 
     return Entry(np.dtype(np.float32), (), lambda: None, write, fault, varies=True)
 

@@ -18,6 +18,7 @@ from cs_proto import messages
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import CentralStorageError, ConfigurationError, LaunchError, PeerProtocolError, ShutdownError
 from cs_proto.failures import text_of
+from cs_proto.printable import counted
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime.transport import supervisor_link
 
@@ -122,7 +123,7 @@ class _Outpost:
         """Raise ConfigurationError if the key of the outpost does not admit so many workers."""
         if workers > self._most:
             raise ConfigurationError(
-                f"the key of {self.link.role} is for {self._most} worker{'s' * (self._most > 1)}, and its machine has "
+                f"the key of {self.link.role} is for {counted(self._most, 'worker')}, and its machine has "
                 f"{workers} to run: name fewer devices there (--devices), or make a key for so many (cs-launch keys "
                 f"DIR --worker NAME --places {workers})"
             )

@@ -19,6 +19,7 @@ from central_storage import nest
 from central_storage.diagnostics.callers import call_site, warn_deprecated
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
+from cs_proto.printable import counted
 
 from . import opening
 from .devices.device_names import full_name
@@ -530,7 +531,7 @@ class ReplicaContext(Closed):
         for array in arrays:
             if not -array.ndim <= number < array.ndim:
                 raise InvalidArgumentError(
-                    f"all_gather cannot join along axis {number}: the array has {array.ndim} axes"
+                    f"all_gather cannot join along axis {number}: the array has {counted(array.ndim, 'axis', 'axes')}"
                 )
         return nest.pack_sequence_as(value, list(map(as_tensor, self.backend.all_gather(number, arrays, call_site()))))
 

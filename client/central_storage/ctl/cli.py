@@ -107,6 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run("cs-ctl", given, {named} if named in COMMANDS else None)
 
 
+def _check_order(arguments: Sequence[str]) -> None:
+    """Raise ConfigurationError for an option of a command that stands before it."""
+    place = next((place for place, word in enumerate(arguments) if word in COMMANDS), 0)
+    for word in arguments[:place]:
+        if word.startswith("-") and word not in ("-h", "--help", "--json", "--version"):
+            raise ConfigurationError(
+                f"{word} stands before the command {arguments[place]}; options of a command stand after it, as in "
+                f"cs-ctl {arguments[place]} {word}"
+            )
+
+
 def top(arguments: Sequence[str] | None = None) -> int:
     """Run ``cs-top``, which is ``cs-ctl top``, and return its exit code."""
     return _run("cs-top", sys.argv[1:] if arguments is None else arguments)
@@ -115,9 +126,10 @@ def top(arguments: Sequence[str] | None = None) -> int:
 def parser_of(program: str, names: set[str | None] | None = None) -> argparse.ArgumentParser:
     """The parser of ``cs-ctl`` or ``cs-top``; with ``names``, the others of its subcommands have no arguments."""
     if program == "cs-top":
-        return _of_command(_Parser("cs-top", formatter_class=_FORMATTER), "top")
+        return _of_command(_Parser("cs-top", formatter_class=_FORMATTER), "top", has_json=False)
     parser = _Parser("cs-ctl", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_FORMATTER)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--json", action="store_true", help="print JSON, as this option of a command does")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name in COMMANDS:
         if names is None:
@@ -134,11 +146,14 @@ def _module(name: str) -> Command:
     return cast(Command, import_module(f"central_storage.ctl.commands.{COMMANDS[name]}"))
 
 
-def _of_command(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+def _of_command(
+    parser: argparse.ArgumentParser, name: str, has_json: bool | str = argparse.SUPPRESS
+) -> argparse.ArgumentParser:
+    """``has_json``: the default of --json. Without one, what stands before the command counts."""
     module = _module(name)
     parser.description = module.__doc__
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", default=has_json, help="print JSON")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
     return parser
@@ -149,6 +164,8 @@ def _run(program: str, arguments: Sequence[str], names: set[str | None] | None =
     try:
         with interrupts.ending():
             made = parser_of(program, names)
+            if program == "cs-ctl":
+                _check_order(arguments)
             options = made.parse_args(arguments)
             code = int(options.run(options))
             sys.stdout.flush()

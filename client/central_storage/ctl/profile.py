@@ -17,6 +17,7 @@ from central_storage.timeline.rings import RecordedMoments, Rings, Step, steps
 from cs_proto import segment_names
 from cs_proto.errors import CentralStorageError, InvalidArgumentError
 from cs_proto.frozen import frozen
+from cs_proto.printable import counted
 
 from .printing import number
 
@@ -246,7 +247,7 @@ def lines(found: Profile) -> list[str]:
     """The profile as lines of text, of which the last names the bottleneck."""
     if not found.steps:
         return [found.bottleneck]
-    shown = [f"{found.steps} steps, {duration(found.step)} each (means)"]
+    shown = [f"{counted(found.steps, 'step')}, {duration(found.step)} each (means)"]
     for replica, each in enumerate(found.replicas):
         shown.append(_line(f"replica {replica}: function", each.function, found.step))
         shown.append(_line(f"replica {replica}: waiting for others", each.waiting, found.step))
@@ -255,7 +256,7 @@ def lines(found: Profile) -> list[str]:
     shown.append(_line("script: data, as far as waited for", found.data, found.step))
     shown.append(_line("script: waiting", found.script_waiting, found.step))
     if found.missing:
-        shown.append(f"{found.missing} moments were overwritten before they were read")
+        shown.append(f"overwritten before this command read: {counted(found.missing, 'moment')}")
     return [*shown, found.bottleneck]
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 
 from central_storage.timeline.rings import Rings, Window, steps
+from cs_proto.printable import counted
 
 from .profile import Profile, duration, summary
 from .reading import Reading
@@ -86,7 +87,7 @@ class Parts:
             self._since = time.monotonic()
         found = summary(steps(self._window.read())[-_STEPS:])
         self._shares = parts(found)
-        self._text = f"parts of the last {found.steps} steps, {duration(found.step)} each"
+        self._text = f"parts of the last {counted(found.steps, 'step')}, {duration(found.step)} each"
         if not found.steps:
             self._text = f"parts of a step: none ended in the last {min(_WINDOW, time.monotonic() - self._since):.0f} s"
 

@@ -434,7 +434,7 @@ class Pipeline(Closed):
         return section("Dataset", table(rows))
 
     def __repr__(self) -> str:
-        return f"<Dataset of {say_cardinality(self.plan.count)} elements>"
+        return f"<Dataset of {say_cardinality(self.plan.count)} element{'s' * (self.plan.count != 1)}>"
 
     def _pick(self, stream: Iterable[Any], count: int) -> Self:
         """The same kind of elements in ``stream``'s order, as row numbers while they are that."""

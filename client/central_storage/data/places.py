@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from central_storage.core.context import is_in_replica
 from central_storage.diagnostics.html import section, table
 from cs_proto.errors import DatasetContextError
+from cs_proto.printable import counted
 
 from .pipeline import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, say_cardinality
 from .transforms import Order
@@ -53,5 +54,5 @@ def shown(name: str, cardinality: int, replicas: int, sources: Sequence[Any], un
         ("made of", ", ".join(kinds)),
     ]
     if under_way is not None:
-        rows.append(("handed out", f"{under_way[1]} elements of iteration {under_way[0]}"))
+        rows.append(("handed out", f"{counted(under_way[1], 'element')} of iteration {under_way[0]}"))
     return section(name, table(rows))

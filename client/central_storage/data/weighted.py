@@ -9,6 +9,7 @@ import numpy as np
 import optree
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.printable import counted
 
 from .distributed import (
     DistributedDataset,
@@ -78,8 +79,8 @@ def weighted(batch: Any, weight: Callable[[Any], Any] | None = None) -> Weighted
     counts = np.ones(rows) if weight is None else np.asarray(weight(batch), np.float64)
     if counts.shape != (rows,) or not np.isfinite(counts).all() or (counts < 0).any() or not counts.any():
         raise InvalidArgumentError(
-            f"the weights of a batch of {rows} rows must be {rows} numbers of at least 0, and not all 0, but are "
-            f"{counts!r:.200}"
+            f"the weights of a batch of {counted(rows, 'row')} must be {counted(rows, 'number')} of at least 0, and "
+            f"not all 0, but are {counts!r:.200}"
         )
     return Weighted(arrays, _with_sum(counts, counts.sum()))
 

@@ -25,6 +25,7 @@ from central_storage.strategy.run_steps import LOOKAHEAD, steps_of
 from central_storage.strategy.step_bar import known, with_bar
 from central_storage.variables.gradient_buffers import gradient_buffers
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.printable import counted
 
 from .batches import batches
 from .optimizer import Optimizer, apply, as_optimizer
@@ -269,7 +270,8 @@ def _train(
         value = float(loss_value)
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the loss {_name(loss)} is {value} for a share of {len(weights)} rows; the step has changed nothing"
+                f"the loss {_name(loss)} is {value} for a share of {counted(len(weights), 'row')}; the step has "
+                "changed nothing"
             )
         for buffer, gradient in zip(buffers, gradients, strict=True):
             _put(buffer, gradient)

@@ -19,7 +19,7 @@ from central_storage.diagnostics.logging_setup import configure_logging, dump_st
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import MOST_REPLICAS, DeviceChoice
-from cs_proto.printable import printable
+from cs_proto.printable import counted, printable
 from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
@@ -179,7 +179,7 @@ def _launch(options: argparse.Namespace, undo: ExitStack) -> int:
             require_cupy([*chosen, owner])
             join_options.warn_of_busy([*chosen, owner], here)
             commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
-            workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
+            workers = counted(len(chosen), "worker")
             workers += " from elsewhere" if is_elsewhere else f" ({', '.join(chosen)})"
             banner = (
                 f"run {run_directory.name}: 1 script, {workers}, parameters on {owner}, "
@@ -259,8 +259,8 @@ def _serve(options: argparse.Namespace, undo: ExitStack) -> int:
         return serve(
             run_directory,
             commands,
-            banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
-            f"transport {_transport(options, medium)}, directory {run_directory.path}{again}{announced}",
+            banner=f"run {run_directory.name}: {counted(options.serve, 'worker')} from elsewhere, parameters on "
+            f"{parameters}, transport {_transport(options, medium)}, directory {run_directory.path}{again}{announced}",
             start_timeout=options.start_timeout,
             logs=logs,
             medium=medium,
@@ -300,9 +300,9 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
     if (left.replicas, left.parameter_device) == (begun.replicas, begun.parameter_device):
         return True
     print(
-        f"cs-launch: warning: a run of {left.replicas} workers with parameters on {left.parameter_device} was killed "
-        f"in {directory}; it is dropped, because this run has {begun.replicas} workers and parameters on "
-        f"{begun.parameter_device}",
+        f"cs-launch: warning: a run of {counted(left.replicas, 'worker')} with parameters on {left.parameter_device} "
+        f"was killed in {directory}; it is dropped, because this run has {counted(begun.replicas, 'worker')} and "
+        f"parameters on {begun.parameter_device}",
         file=sys.stderr,
     )
     return False
@@ -508,7 +508,8 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="give up if the service has not started after this time (default: 60)",
+        help="give up if the processes that start here are not ready after this time, or if no service answers --join; "
+        "workers may join a service at any time (default: 60)",
     )
     parser.add_argument(
         "--stop-grace",

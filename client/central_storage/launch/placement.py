@@ -13,6 +13,7 @@ from typing import Any
 
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import fields_of, frozen
+from cs_proto.printable import counted
 
 __all__ = ["Request", "resources_of"]
 
@@ -84,9 +85,9 @@ class Request:
         '8 workers need CPU 8, but the cluster has CPU 6 (5 free) on 2 nodes'
         """
         bundles = self.bundles()
-        where = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"
+        where = counted(len(nodes), "node")
         if self.per_node is not None and len(nodes) < len(bundles):
-            nodes_needed = f"{len(bundles)} nodes for {self.per_node} each"
+            nodes_needed = f"{counted(len(bundles), 'node')} for {self.per_node} each"
             return f"{self.workers} workers need {nodes_needed}, but the cluster has {where}"
         missing = []
         for name, amount in self.resources.items():

@@ -24,6 +24,7 @@ from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.printable import counted
 
 if TYPE_CHECKING:
     from central_storage.core.backends import ReplicaBackend, Strategy
@@ -139,7 +140,7 @@ class GradientAccumulator(Composite):
         steps, sums = self._here()
         given = [_array(gradient) for gradient in gradients]
         if sums and len(given) != len(sums):
-            raise InvalidArgumentError(f"{self.name} adds up {len(sums)} gradients, not {len(given)}")
+            raise InvalidArgumentError(f"{self.name} adds up {counted(len(sums), 'gradient')}, not {len(given)}")
         totals = sums or [None] * len(given)
         for position, (total, gradient) in enumerate(zip(totals, given, strict=True)):
             fits = total is None or gradient is None

@@ -11,6 +11,7 @@ from central_storage.core.handles import Handle
 from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.variables.variable import Variable
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.printable import counted
 
 from .slots import Slot
 
@@ -114,8 +115,9 @@ class Weights(Handle):
         count, *slots = self.weights
         if len(weights) != len(slots) + 1:
             raise InvalidArgumentError(
-                f"{self.name}.set_weights takes {len(slots) + 1} values (iterations and {len(slots)} slots), not "
-                f"{len(weights)}; slots are made by the first apply_gradients, or by build(variables)"
+                f"{self.name}.set_weights takes {counted(len(slots) + 1, 'value')} (iterations and "
+                f"{counted(len(slots), 'slot')}), not {len(weights)}; slots are made by the first apply_gradients, or "
+                "by build(variables)"
             )
         values = [np.asarray(value) for value in weights]
         for target, value in zip((count, *slots), values, strict=True):

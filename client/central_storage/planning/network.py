@@ -18,7 +18,7 @@ from central_storage.cluster.cost import Cost
 from central_storage.cluster.session import ENVELOPE_NBYTES, MOST_UNHEARD
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
-from cs_proto.printable import printable
+from cs_proto.printable import counted, printable
 from cs_proto.sizes import rounded
 
 from .ending import Elsewhere
@@ -138,17 +138,17 @@ def _places(request: Request, estimate: Estimate) -> list[str]:
     plan = estimate.plan
     workers, nodes = len(request.nodes), request.machines
     head = request.head or "this machine"
-    what = f"{_count(workers, 'worker')} on {_count(nodes, 'node')}, variables on {plan.parameter_device} of {head}"
+    what = f"{counted(workers, 'worker')} on {counted(nodes, 'node')}, variables on {plan.parameter_device} of {head}"
     counts = Counter(request.nodes)
     address = dict(zip(request.nodes, request.addresses, strict=True))
     rows = [(f"{head} (head)", "script, server, gateway", rounded(_head_nbytes(request, estimate)))]
     for node, count in list(counts.items())[:_LISTED]:
         name = node if address[node] == "elsewhere" else address[node]
-        rows.append((name, _count(count, "worker"), rounded(_node_nbytes(request, estimate, count))))
+        rows.append((name, counted(count, "worker"), rounded(_node_nbytes(request, estimate, count))))
     rest = list(counts.values())[_LISTED:]
     if rest:
         most = rounded(_node_nbytes(request, estimate, max(rest)))
-        rows.append((f"{len(rest)} more", _count(sum(rest), "worker"), f"up to {most} each"))
+        rows.append((f"{len(rest)} more", counted(sum(rest), "worker"), f"up to {most} each"))
     copies = rounded(_waiting_nbytes(request, estimate))
     missing = _missing(request, estimate)
     has = f"{rounded(estimate.available)} available"
@@ -259,7 +259,7 @@ def _comparison(request: Request, estimate: Estimate) -> list[str]:
         return [f"a ring all-reduce would take {_time(ring)}, and is not faster"]
     most, is_shared = request.most_on_a_node, request.is_shared
     nodes = cost.ring_is_better_from(estimate.plan.gradients, request.bits, most, is_shared=is_shared)
-    where = "" if nodes is None else f", and so it is from {_count(nodes, 'node')} on"
+    where = "" if nodes is None else f", and so it is from {counted(nodes, 'node')} on"
     return [
         f"a ring all-reduce would take {_time(ring)} instead of {_time(step)}: it is faster here{where}. It is not "
         "encrypted, every node holds all variables and slots, and a node that dies ends it",
@@ -280,7 +280,7 @@ def _of_tables(request: Request, estimate: Estimate) -> list[str]:
         f"{_time(gathered.total)}, with {tables} on every node; by all-to-all {_time(divided.total)}, with a part of "
         "the tables on every node",
         f"while replicas compute for {_time(_COMPUTATION)}, this head feeds "
-        f"{_count(cost.replicas_within(_COMPUTATION, _MB, sealed), 'replica')} with 1 MB of rows each",
+        f"{counted(cost.replicas_within(_COMPUTATION, _MB, sealed), 'replica')} with 1 MB of rows each",
     ]
 
 
@@ -292,7 +292,7 @@ def _on_one_machine(estimate: Estimate) -> list[str]:
     control = cost.control_here(workers)
     has = f"{rounded(estimate.available)} available"
     return [
-        f"plan: {_count(workers, 'worker')} on this machine ({', '.join(plan.devices)}), variables on "
+        f"plan: {counted(workers, 'worker')} on this machine ({', '.join(plan.devices)}), variables on "
         f"{plan.parameter_device}; nothing travels over a network",
         f"memory: {plan.described()}, arenas and other {rounded(plan.arenas + plan.other)}; cs-ctl estimate shows "
         "it by process",
@@ -314,10 +314,6 @@ def _time(seconds: float) -> str:
     if seconds >= 0.9995:
         return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.00995 else f"{1000 * seconds:.1f} ms"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:

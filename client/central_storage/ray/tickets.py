@@ -13,6 +13,7 @@ import numpy as np
 
 from central_storage.core.tensors.tensor import as_tensor
 from central_storage.data.tickets import Ticket
+from cs_proto.printable import counted
 
 from .row_client import rows
 
@@ -99,7 +100,7 @@ class _Rows:
         return _Rows, (self._name, self.numbers, self._timeout)
 
     def __str__(self) -> str:
-        return f"{len(self.numbers)} rows of {self._name!r}"
+        return f"{counted(len(self.numbers), 'row')} of {self._name!r}"
 
 
 def _brought(wanted: _Rows, name: str) -> Any:

@@ -22,6 +22,7 @@ from central_storage.planning.ending import ENVIRONMENT as ESTIMATE
 from central_storage.planning.ending import ending_in
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.messages import DeviceChoice
+from cs_proto.printable import counted
 from cs_runtime import trace
 from cs_runtime.gpus import require_cupy
 from cs_runtime.transport import supervisor_link
@@ -90,7 +91,7 @@ def open_service(
         is_said = False
     try:
         if not is_said:
-            replicas = f"{link.replicas} replica{'s' * (link.replicas > 1)} ({', '.join(link.compute_devices)})"
+            replicas = f"{counted(link.replicas, 'replica')} ({', '.join(link.compute_devices)})"
             announce(f"[central-storage] {replicas}, parameters on {link.parameter_device}, transport {link.transport}")
         link.listens_at = partial(_listens_at, link.address)
         _say_what_counts(link, compute_devices, parameter_device)

@@ -25,6 +25,7 @@ from central_storage.data.places import length_of
 from central_storage.data.plan import END
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import MOST_AHEAD
+from cs_proto.printable import counted
 
 from .rates import Rates
 from .step_bar import StepBar
@@ -315,8 +316,8 @@ def check(fn: object, dataset: object, replicas: int, steps: object, kwargs: obj
         )
     if dataset.replicas != replicas:
         raise InvalidArgumentError(
-            f"the data set is split over {dataset.replicas} replicas, this strategy has {replicas}; distribute it with "
-            "this strategy"
+            f"the data set is split over {counted(dataset.replicas, 'replica')}, this strategy has {replicas}; "
+            "distribute it with this strategy"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")

@@ -495,10 +495,9 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return shown(repr(self).strip("<>"), self._backend)
 
     def __repr__(self) -> str:
-        return (
-            f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "
-            f"parameters on {self._parameter_device}>"
-        )
+        replicas = f"{self.num_replicas_in_sync} replica{'s' * (self.num_replicas_in_sync > 1)}"
+        devices = ", ".join(self._compute_devices)
+        return f"<CentralStorageStrategy of {replicas} ({devices}), parameters on {self._parameter_device}>"
 
 
 def running_strategies() -> tuple[CentralStorageStrategy, ...]:

@@ -15,6 +15,7 @@ from central_storage.data.libraries import Reading, is_hugging_face
 from central_storage.data.splitting import arrays_in, plain_array, split
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.errors import InvalidArgumentError, UnbatchedDatasetError
+from cs_proto.printable import counted
 
 from .share import Share
 
@@ -182,7 +183,7 @@ def _alike(batch: Any) -> np.ndarray:
 def _weights(given: Any, rows: int) -> np.ndarray:
     weights = np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given, np.float64)
     if weights.shape != (rows,):
-        raise InvalidArgumentError(f"weight returned the shape {weights.shape} for a batch of {rows} rows")
+        raise InvalidArgumentError(f"weight returned the shape {weights.shape} for a batch of {counted(rows, 'row')}")
     if not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
         raise InvalidArgumentError("weight must return finite numbers of at least 0 that are not all 0")
     normalized: np.ndarray = weights / weights.sum()

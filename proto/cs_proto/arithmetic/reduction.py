@@ -16,6 +16,7 @@ from typing import Literal, SupportsIndex
 import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.printable import counted
 
 __all__ = ["Axis", "Op", "divide", "gather", "gather_axis", "mean_dtype", "reduce", "reduce_axis"]
 
@@ -84,7 +85,9 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
             "gather cannot join scalars, which have no axis; give each replica's value one: x[None]"
         )
     if not -first.ndim <= number < first.ndim:
-        raise InvalidArgumentError(f"gather cannot join along axis {number}: the arrays have {first.ndim} axes")
+        raise InvalidArgumentError(
+            f"gather cannot join along axis {number}: the arrays have {counted(first.ndim, 'axis', 'axes')}"
+        )
     across = number % first.ndim
     for replica, array in enumerate(arrays[1:], start=1):
         same_dtype = array.dtype == first.dtype or (array.dtype.kind == first.dtype.kind and first.dtype.kind in "US")
@@ -163,7 +166,7 @@ def _axes(axis: Axis, rank: int) -> tuple[int, ...]:
     axes: list[int] = []
     for number in map(_index, axis if isinstance(axis, tuple) else (axis,)):
         if not -rank <= number < rank:
-            raise InvalidArgumentError(f"there is no axis {number}: the component has {rank} axes")
+            raise InvalidArgumentError(f"there is no axis {number}: the component has {counted(rank, 'axis', 'axes')}")
         axes.append(number % rank)
     if len(set(axes)) < len(axes):
         raise InvalidArgumentError(f"axis {axis!r} names an axis twice")

@@ -58,6 +58,9 @@ def test_a_command_is_imported_only_when_it_is_called() -> None:
         ([], 2, "cs-ctl: error: the following arguments are required: COMMAND; see cs-ctl --help"),
         (["fly"], 2, "invalid choice: 'fly'"),
         (["status", "--fly"], 2, "unrecognized arguments: --fly"),
+        (["--json", "status"], 3, "cs-ctl: error: no service runs"),
+        (["--steps", "5", "profile"], 2, "error: --steps stands before the command profile; options of a command "),
+        (["--json", "--watch", "ls"], 2, "stand after it, as in cs-ctl ls --watch"),
         (["status"], 3, "cs-ctl: error: no service runs"),
         (["stop", ""], 3, "cs-ctl: error: no service has an empty name"),
         (["status", "/nowhere"], 3, "cs-ctl: error: no service runs in /nowhere"),
@@ -83,8 +86,8 @@ def test_mistakes_have_their_exit_codes(
 @pytest.mark.usefixtures("place")
 def test_no_service_is_nothing_bad(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls"]) == 0
-    assert cli.main(["ls", "--json"]) == 0
-    assert capsys.readouterr().out == "no service runs\n[]\n"
+    assert cli.main(["ls", "--json"]) == cli.main(["--json", "ls"]) == 0
+    assert capsys.readouterr().out == "no service runs\n[]\n[]\n"
 
 
 def test_the_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def test_a_script_that_does_not_read_stops_nobody_and_is_told_what_it_missed(sta
         record = receive(lifeline)
         assert isinstance(record, Output)
         text += record.text
-        dropped = re.search(r"\[supervisor\] (\d+) lines were dropped", text)
+        dropped = re.search(r"\[supervisor\] dropped (\d+) lines", text)
     assert text.count("[w0] line") + text.count("[w0] done") + int(dropped[1]) == count + 1
     other.close()
     process.stop()

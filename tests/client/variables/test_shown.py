@@ -143,5 +143,5 @@ def test_data_sets_show_how_many_elements_they_have_and_read_none(strategy: cs.C
     assert read == []
     elements = iter(data)
     next(elements)
-    assert shown(data)[1]["handed out"] == "1 elements of iteration 0"
+    assert shown(data)[1]["handed out"] == "1 element of iteration 0"
     assert shown(cs.data.Dataset.range(2).repeat())[1]["elements"] == "infinitely many"

@@ -400,7 +400,7 @@ def test_too_little_memory_names_device_numbers_and_plan(gpus: StandInGpus, devi
         device.view(2, shared)
     assert str(refused.value) == (
         "gpu:0: 1048576 bytes are needed for variable v2, but 1044576 of 1048576 bytes are free (CuPy's pool may hold "
-        "more); copies of 1 variables take 4000 bytes. Take rows of a large table (cs.nn.embedding_lookup) instead of "
+        "more); copies of 1 variable take 4000 bytes. Take rows of a large table (cs.nn.embedding_lookup) instead of "
         "the whole, or smaller batches"
     )
     with pytest.raises(DeviceMemoryError, match="gradients of 2 variables"):
@@ -408,7 +408,7 @@ def test_too_little_memory_names_device_numbers_and_plan(gpus: StandInGpus, devi
     with pytest.raises(DeviceMemoryError, match=r"gpu:0: .* an array float32\[262144\]"):
         device.bring(np.zeros(1 << 18, F32))
     across = device.bring(np.zeros((2, 75_000), F32)).T
-    with pytest.raises(DeviceMemoryError, match="600000 bytes are needed for contiguous copies of 1 arrays"):
+    with pytest.raises(DeviceMemoryError, match="600000 bytes are needed for contiguous copies of 1 array"):
         device.fetch([(across, np.empty(across.shape, F32))], may_change=True)
     del across
     assert device.rows(3, np.array([3]), shared).tolist() == [[0, 0]]

@@ -20,6 +20,7 @@ import numpy as np
 from cs_proto.arrays import Array
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
+from cs_proto.printable import counted
 from cs_runtime.shared_memory.mapping import address_of
 from cs_runtime.shared_memory.page_locks import PageLocks
 
@@ -338,7 +339,8 @@ class Gpu:
         cupy = self.array_module
         nbytes = sum(source.nbytes for source, _ in pairs)
         with self._home:
-            with self._memory(nbytes, f"contiguous copies of {len(pairs)} arrays on their way to the server"):
+            arrays = counted(len(pairs), "array")
+            with self._memory(nbytes, f"contiguous copies of {arrays} on their way to the server"):
                 found = [(cupy.ascontiguousarray(self._at_home(source)), target) for source, target in pairs]
             current = cupy.cuda.get_current_stream()
             self._copying.wait_event(current.record())
@@ -406,7 +408,7 @@ class Gpu:
                 self.name,
                 nbytes,
                 what,
-                f"; copies of {len(copies)} variables take {sum(copies)} bytes. Take rows of a large table "
+                f"; copies of {counted(len(copies), 'variable')} take {sum(copies)} bytes. Take rows of a large table "
                 "(cs.nn.embedding_lookup) instead of the whole, or smaller batches",
             ) from error
 

@@ -14,7 +14,7 @@ from central_storage.ctl import printing
 from central_storage.ctl.cli import FOUND, GOOD, NO_SERVICE
 from central_storage.ctl.extras import complete_files
 from cs_proto.errors import CheckpointError
-from cs_proto.printable import printable
+from cs_proto.printable import counted, printable
 
 if TYPE_CHECKING:
     from central_storage.checkpoint.listing import Contents
@@ -81,7 +81,7 @@ def _print(found: Contents) -> None:
         name = "" if found.name is None else f", saved as {found.name}"
         counter = "" if found.save_counter is None else f", save counter {found.save_counter}"
         checks = "" if found.has_checksums else ", no checksums, so a changed byte is not noticed"
-        printing.line(f"format {found.format}{name}{counter}{checks}; {len(found.arrays)} arrays")
+        printing.line(f"format {found.format}{name}{counter}{checks}; {counted(len(found.arrays), 'array')}")
         print()
         rows = [
             (

@@ -16,6 +16,7 @@ from central_storage.ctl import interrupts, printing
 from central_storage.ctl.cli import FOUND, GOOD, SCRIPT_FAILED
 from central_storage.ctl.extras import complete_files
 from cs_proto.errors import ConfigurationError, DeviceError
+from cs_proto.printable import counted
 from cs_runtime import machine
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -178,7 +179,7 @@ def _notes(outcome: Any) -> list[str]:
 def _print(found: dict[str, Any]) -> None:
     for each in found["strategies"]:
         where = f"{', '.join(each['devices'])}; variables on {each['parameter_device']}"
-        printing.line(f"{each['variables']} variables, {each['optimizers']} optimizers; {where}")
+        printing.line(f"{counted(each['variables'], 'variable')}, {counted(each['optimizers'], 'optimizer')}; {where}")
         columns = ("PROCESS", *map(str.upper, _KINDS), "ALL")
         rows = [
             (process, *(printing.size(kinds[kind]) if kinds[kind] else "-" for kind in _KINDS), _sum(kinds))

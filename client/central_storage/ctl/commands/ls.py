@@ -15,6 +15,7 @@ from typing import Any
 
 from central_storage.ctl import printing, services
 from central_storage.ctl.reading import Looker, Reading, as_json
+from cs_proto.printable import counted
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -80,7 +81,7 @@ def _places(reading: Reading) -> str:
     """The devices of the replicas, or else their number; and on how many other machines they are."""
     places = _joined(reading.devices) or printing.plain(reading.replicas)
     nodes = _nodes(reading)
-    return f"{places} on {len(nodes)} node{'s' * (len(nodes) != 1)}" if nodes else places
+    return f"{places} on {counted(len(nodes), 'node')}" if nodes else places
 
 
 def _joined(devices: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from central_storage.ctl import printing
 from central_storage.ctl.processes import KINDS
 from central_storage.ctl.reading import Looker, Process, Reading, as_json
 from central_storage.ctl.services import choose
+from cs_proto.printable import counted
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -44,14 +45,14 @@ def _print(reading: Reading) -> None:
         "step": _steps(reading),
         "captured": _captured(reading),
         "not finite": reading.not_finite
-        and f"the sum of gradients in {reading.not_finite} commits, by overflow in {reading.overflowed}",
+        and f"the sum of gradients in {counted(reading.not_finite, 'commit')}, by overflow in {reading.overflowed}",
         "devices": ", ".join(reading.devices)
         + (f"; variables on {reading.parameter_device}" if reading.parameter_device else ""),
         "transport": _transport(reading),
         "variables": None
         if reading.variables is None
         else f"{reading.variables}: {printing.size(reading.parameter_nbytes)}, "
-        f"slots {printing.size(reading.slot_nbytes)}, {reading.commits} commits",
+        f"slots {printing.size(reading.slot_nbytes)}, {counted(reading.commits or 0, 'commit')}",
         "memory": _memory(reading),
         "restarts": None if reading.restarts is None else f"{reading.restarts} of at most {reading.max_restarts}",
         "log files": reading.log_directory,

@@ -9,6 +9,7 @@ from central_storage.controller.operations import wait_until_serving
 from central_storage.observer import blocking
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Died
+from cs_proto.printable import counted
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
 
@@ -32,6 +33,6 @@ def health(run_directory: str, timeout: float) -> str:
     with blocking.connect(run_directory, timeout) as asking:
         counters = asking.statistics()
         return (
-            f"serving {asking.replicas} replicas, {counters.variables} variables, transport {serving.transport}; "
-            f"asked over {asking.transport}"
+            f"serving {counted(asking.replicas, 'replica')}, {counted(counters.variables, 'variable')}, "
+            f"transport {serving.transport}; asked over {asking.transport}"
         )

@@ -22,6 +22,7 @@ from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import PROTOCOL, Introduce, Join, Output, StartFailed
+from cs_proto.printable import counted
 from cs_proto.records import Record
 from cs_runtime.logs import Complaints
 
@@ -147,7 +148,7 @@ class Peer:
             self._queued_descriptors -= len(descriptors)
             _close(descriptors)
             if self._dropped and self._queued_nbytes < _QUEUE_NBYTES // 2:
-                notice = f"[supervisor] {self._dropped} lines were dropped: the script did not read them in time\n"
+                notice = f"[supervisor] dropped {counted(self._dropped, 'line')}, not read by the script in time\n"
                 self._dropped = 0
                 self._enqueue(b"".join(encode(Output("stderr", notice))))
         self._loop.on_writable(self._link.fileno(), None)

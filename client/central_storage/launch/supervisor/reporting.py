@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 from central_storage.launch.memory import Memory
 from cs_proto.messages import Died, LogLine, LogLines, ServiceProcess, ServiceReport, ServiceState, ShowLog
+from cs_proto.printable import counted
 
 from .children import Running
 from .connections import Peer
@@ -70,7 +71,7 @@ class Reporter:
                 self._followers[peer] += len(added)
             else:
                 self._followers[peer] = 0
-                lost = f"{dropped} lines were dropped: they were not read in time"
+                lost = f"dropped {counted(dropped, 'line')}, not read in time"
                 notice = [LogLine(now, "supervisor", "stderr", lost)] if dropped else []
                 for packet in _packets([*notice, *added]):
                     peer.send(packet)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from cs_proto.printable import counted
+
 __all__ = ["WORKED_SECONDS", "Restarts"]
 
 #: A process that was ready for this many seconds counts as one that has worked.
@@ -51,4 +53,6 @@ class Restarts:
             return _NO_WAY
         if pause is not None:
             return f"; restart {self.count} of {self.limit}" + f" in {pause:g} s" * (pause > 0)
-        return f"; it is not started again: {self.limit} restarts are used up" if self.count >= self.limit > 0 else ""
+        if self.count >= self.limit > 0:
+            return f"; it is not started again after {counted(self.limit, 'restart')}"
+        return ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cs_proto.errors import LaunchError
 from cs_proto.messages import PROTOCOL, Died, Introduce, Join, Joined, StartFailed
-from cs_proto.printable import printable
+from cs_proto.printable import counted, printable
 
 from .children import Processes, Running
 from .connections import Peer
@@ -35,8 +35,7 @@ def on_nodes(nodes: Sequence[str]) -> str:
         f"{node}: " + ", ".join(f"w{first}" if first == last else f"w{first}-w{last}" for first, last in ranges)
         for node, ranges in where.items()
     )
-    workers, machines = f"{len(nodes)} worker{'s' * (len(nodes) > 1)}", f"{len(where)} node{'s' * (len(where) > 1)}"
-    return f"{workers} on {machines} ({named})"
+    return f"{counted(len(nodes), 'worker')} on {counted(len(where), 'node')} ({named})"
 
 
 def _no_place(workers: int, left: int, places: int) -> LaunchError:
@@ -45,8 +44,8 @@ def _no_place(workers: int, left: int, places: int) -> LaunchError:
     if not left:
         return LaunchError(f"all {places} workers of this service run already; {more}")
     return LaunchError(
-        f"this machine has {workers} workers to run, and the service only {left} of {places} left; {more}, or name "
-        "fewer devices here"
+        f"this machine has {counted(workers, 'worker')} to run, and the service only {left} of {places} left; {more}, "
+        "or name fewer devices here"
     )
 
 

@@ -26,6 +26,7 @@ from cs_proto.arrays import Array, Location, rows_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.memory_plan import gradient_nbytes
 from cs_proto.messages import AssignSlot, Optimizer, OptimizerChange
+from cs_proto.printable import counted
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Seat, SlotFill, SlotNames, Steps, VariableSet
@@ -326,7 +327,7 @@ def _add_slots(
         server,
         _described(optimizer),
         nbytes,
-        f"for the slots {', '.join(names)} of {len(missing)} variables",
+        f"for the slots {', '.join(names)} of {counted(len(missing), 'variable')}",
         touched_nbytes=sum(gradient_nbytes(variable.spec, variable.array.nbytes) for variable in idle),
         device_nbytes=sum(slabs.on_device(server, a.dtype, a.nbytes) for arrays in slots.values() for a in arrays),
     )
