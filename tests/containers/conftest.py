@@ -127,7 +127,7 @@ class Project:
         """Server and workers. Scripts wait until they serve, once the server listens."""
         started = self.compose("up", "-d", "--no-build", "server", "worker")
         assert started.returncode == 0, started.stdout + started.stderr
-        wait_for(self.server, "workers from elsewhere")
+        wait_for(self.server, "from elsewhere")
         return self
 
     def wait_until_healthy(self, timeout: float) -> None:

@@ -369,7 +369,7 @@ def test_a_killed_launcher_leaves_an_entry_that_is_seen_and_cleaned(launched: Tr
 def test_a_service_that_waits_for_workers_in_a_directory_of_its_own_is_found_and_ended() -> None:
     directory = Path(os.environ["TMPDIR"]) / "named"  # short enough for sockets
     with start("cs-launch", "--serve", "1", "--run-dir", directory, environment={"CS_LOG_DIR": None}) as child:
-        child.wait_for("workers from elsewhere", stream="err")
+        child.wait_for("from elsewhere", stream="err")
         found: list[dict[str, Any]] = []
         while not found or found[0]["state"] != "starting" or found[0]["waiting"] != ["w0 to be ready"]:
             found = [entry for entry in listed() if entry["address"] == str(directory)]

@@ -117,7 +117,7 @@ def waiting_service(workers: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="cs-", dir="/tmp") as parent:
         path = f"{parent}/run"
         with start("cs-launch", "--serve", str(workers), "--run-dir", path) as service:
-            service.wait_for("workers from elsewhere", stream="err")
+            service.wait_for("from elsewhere", stream="err")
             yield path
 
 
