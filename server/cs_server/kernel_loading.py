@@ -34,7 +34,7 @@ class Loading:
 
     def _run(self) -> None:
         try:
-            loaded = kernels.load(run_directory=self._run_directory)
+            loaded = kernels.load(self._run_directory, is_awaited=True)
             _log.debug("kernels: %s", loaded)
         except BaseException as error:  # noqa: BLE001  (raised again by check)
             self._error = error

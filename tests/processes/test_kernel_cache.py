@@ -215,7 +215,8 @@ def test_damaged_code_is_compiled_anew(home: Path) -> None:
     [directory] = (home / "central-storage").iterdir()
     sgd = directory / file_of("sgd", "float32")
     sgd.write_bytes(b"")
-    [(compiled, *_)] = outcomes(start(home))
+    said = "compiling the kernels that every service has, which takes seconds, once for each user\n"
+    [(compiled, *_)] = outcomes(start(home, PROGRAM.replace("load()", "load(is_awaited=True)")), said=said)
     assert compiled == 1
     assert kernels._read(sgd) is not None
     [(compiled, *_)] = outcomes(start(home))

@@ -182,7 +182,7 @@ class ServiceThreads:
                 script_pid=os.getpid(),
             ).write(self._run_directory.path)
             # Compiling takes seconds, and no compiler survives the end of the interpreter in a thread of its own.
-            kernels.load(run_directory=Path(self._run_directory.path))
+            kernels.load(Path(self._run_directory.path), is_awaited=True)
             self._thread = threading.Thread(target=self._supervise, args=(theirs,), name="cs-supervisor", daemon=True)
             self._thread.start()
             undo.pop_all()

@@ -331,13 +331,15 @@ class Loaded:
     directory: Path | None
 
 
-def load(run_directory: Path | None = None, share: tuple[int, int] | None = None) -> Loaded:
+def load(
+    run_directory: Path | None = None, share: tuple[int, int] | None = None, *, is_awaited: bool = False
+) -> Loaded:
     """Make the kernels of ``ALWAYS`` ready, which are compiled where the cache directory does not hold them: no update
     with any of them compiles, opens or imports anything afterwards.
 
     Another one is read from there, or compiled and kept there for the next process, by the first update that needs it.
     ``share`` (k, n) compiles the k-th of n shares of all now, so that n processes, k from 0, make everything ready that
-    updates may need.
+    updates may need. ``is_awaited``: a user waits, and is told once if something is compiled.
     """
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
@@ -349,7 +351,8 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
         dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
         if is_asked:
-            compiled += _prepare(rule, dtype, directory, is_sparse=is_sparse, is_awaited=False)
+            said = "the kernels that every service has" if is_awaited and not compiled else ""
+            compiled += _prepare(rule, dtype, directory, said, is_sparse=is_sparse)
     object_loader.chain()
     programs.compiled()
     return Loaded(time.perf_counter() - begin, compiled, directory)
@@ -461,12 +464,12 @@ def _prepare(
     rule: Rule | None,
     dtype: np.dtype[Any],
     directory: Path | None,
+    said: str | None = None,
     *,
     is_sparse: bool = False,
-    is_awaited: bool = True,
 ) -> bool:
-    """Whether something had to be compiled: a kernel of a rule or, None, the sum of sparse gradients. Where an update
-    waits for it, that is said."""
+    """Whether something had to be compiled: a kernel of a rule or, None, the sum of sparse gradients. ``said`` is what
+    is then said to be compiled: by default its name, since an update waits for it; nothing if that is empty."""
     name = _name(rule, is_sparse)
     with _building:
         if (name, dtype) in _kernels:
@@ -477,8 +480,10 @@ def _prepare(
         path = None if directory is None else _path(rule, name, dtype, directory)
         kept = None if path is None else _read(path)
         if kept is None:
-            if is_awaited:
-                _logger.warning("compiling %s for %s, which takes seconds, once for each user", name, dtype)
+            if said is None:
+                said = f"{name} for {dtype}"
+            if said:
+                _logger.warning("compiling %s, which takes seconds, once for each user", said)
             from . import jit  # imports numba
 
             code = jit.build_merge(dtype) if rule is None else jit.build(rule, dtype, is_sparse=is_sparse)
