@@ -53,6 +53,7 @@ def kept(program: str, cpus: int, **more: str) -> Iterator[Running]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # stay on loopback
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",  # no processes that few programs use
+        "RAY_worker_niceness": "0",  # or a busy machine would run everything else first
         "PYTHONWARNINGS": "default",  # Ray's own are not ours
         **more,
     }

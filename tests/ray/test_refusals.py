@@ -88,7 +88,7 @@ def test_a_node_with_another_version_or_none(
     (tmp_path / "env.yaml").write_text(f"env_vars:\n  PYTHONPATH: {other.parent}\n")
     options = ("auto", "--workers", "2", "--runtime-env", str(tmp_path / "env.yaml"))
     found = refused(tmp_path, *options, environment=cluster.environment)
-    assert "the node 127.0.0.1 " + said in found
+    assert "error: the node 127.0.0.1 " + said in found
 
 
 def test_a_runtime_environment_that_is_none(cluster: Running, tmp_path: Path) -> None:

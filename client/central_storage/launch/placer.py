@@ -277,8 +277,9 @@ def environment_of(request: Request, environment: Mapping[str, str]) -> dict[str
     """The environment in which Ray is asked, from the user's.
 
     A cluster that the run starts stays on loopback, asks for a token that nobody else knows, and reports nothing about
-    its use. At other clusters, Ray uses a token that the user has only if it is told to, and tries a few times to
-    connect: each try takes a second, and the twenty of its own show a wrong token no better.
+    its use. Its workers have the priority of the server, and not Ray's lower one. At other clusters, Ray uses a token
+    that the user has only if it is told to, and tries a few times to connect: each try takes a second, and the twenty
+    of its own show a wrong token no better.
     """
     kept = {name: value for name, value in environment.items() if name not in _NOT_FOR_NODES}
     if path := python_path(environment):
@@ -291,6 +292,7 @@ def environment_of(request: Request, environment: Mapping[str, str]) -> dict[str
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
         }
     has_token = kept.get("RAY_AUTH_TOKEN") or kept.get("RAY_AUTH_TOKEN_PATH")
     if has_token or Path(kept.get("HOME", "/"), ".ray", "auth_token").is_file():

@@ -167,6 +167,8 @@ class _Placing:
                 f"the actors of the workers did not start within {self._request.start_timeout:g} s (--start-timeout); "
                 "a busy machine takes longer, and Ray's logs on the nodes name other reasons"
             ) from error
+        except LaunchError:  # a node refuses, and says why
+            raise
         except _FAILURES as error:
             raise LaunchError(f"an actor of a worker could not be started: {_lines(error)}") from error
 

@@ -188,6 +188,7 @@ def test_a_cluster_of_its_own_is_on_loopback_behind_a_token() -> None:
     assert len(one["RAY_AUTH_TOKEN"]) == 64
     assert one["RAY_AUTH_TOKEN"] != two["RAY_AUTH_TOKEN"]
     assert (one["RAY_USAGE_STATS_ENABLED"], one["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == ("0", "0")
+    assert one["RAY_worker_niceness"] == "0"
 
 
 def test_a_token_that_the_user_has_is_used(tmp_path: Path) -> None:
