@@ -316,6 +316,8 @@ class ControllerCore:
             wait.was_interrupted, wait.raised = True, raised
         if wait.cancelled:
             return []
+        if not wait.series.unanswered:  # an operation of the handler has waited for the runs
+            return self._advance(wait)
         wait.pace = Pace(_AFTER_CTRL_C)
         wait.restart(now)
         return self._cancel(wait)
