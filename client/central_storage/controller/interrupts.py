@@ -22,7 +22,8 @@ __all__ = ["Interrupted", "Interrupts"]
 
 # What ``_signal`` has in place of a handler: None for one that is not Python's, and the numbers of SIG_DFL and SIG_IGN.
 _NO_HANDLERS = (None, 0, 1)
-# The signals that come from outside. Those of a fault come from an instruction, which a delayed handler would repeat.
+# The signals that come from outside, without real-time ones. Those of a fault come from an instruction, which a
+# delayed handler would repeat.
 _FAULTS = (4, 5, 6, 7, 8, 11, 31)  # SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS
 _SIGNALS = tuple(number for number in range(1, 32) if number not in (*_FAULTS, SIGKILL, SIGSTOP))
 
