@@ -61,7 +61,9 @@ class Hears:
 
 @dataclass(frozen=True)
 class CtrlC:
-    """Ctrl-C is pressed."""
+    """Ctrl-C is pressed, or the handler of a signal has ``raised``."""
+
+    raised: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -295,8 +297,8 @@ class Playbook:
         match event:
             case Hears(record):
                 return core.hear(record, self.now)
-            case CtrlC():
-                return core.interrupt(self.now)
+            case CtrlC(raised):
+                return core.interrupt(self.now, raised)
             case Passes(seconds):
                 self.now += seconds
                 return core.tick(self.now)

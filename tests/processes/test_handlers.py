@@ -52,6 +52,57 @@ strategy.run(step)
 print("then", float(w.numpy()))
 """
 
+READS_AND_RAISES = """
+def handler(*_):
+    there.touch()
+    print("read", float(w.numpy()), flush=True)
+    raise TimeoutError("too long")
+
+signal.signal(signal.SIGUSR1, handler)
+try:
+    strategy.run(step)
+except TimeoutError as error:
+    print("raised", error)
+strategy.run(step)
+print("then", float(w.numpy()))
+"""
+
+RAISES_AMONG_STEPS = """
+def handler(*_):
+    raise TimeoutError("too long")
+
+signal.signal(signal.SIGUSR1, handler)
+data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(8).batch(1))
+try:
+    for _ in strategy.run_steps(lambda _: step(), data):
+        print("passed")
+except TimeoutError as error:
+    print("raised", error)
+there.touch()
+strategy.run(step)
+print("then", float(w.numpy()))
+"""
+
+# What the step prints wakes the thread that shows it, which then waits for the end of the run.
+SHUTS_DOWN = """
+def handler(*_):
+    there.touch()
+    strategy.shutdown()
+
+
+def prints():
+    while not there.exists():
+        print("computing", flush=True)
+        time.sleep(0.001)
+
+
+signal.signal(signal.SIGUSR1, handler)
+try:
+    strategy.run(prints)
+except cs.errors.ShutdownError as error:
+    print("raised", str(error).partition(";")[0])
+"""
+
 NOTES = """
 def handler(*_):
     there.touch()
@@ -68,10 +119,13 @@ print("then", float(w.numpy()))
     [
         (READS, signal.SIGUSR1, "read 1.0\nthen 2.0\n"),
         (RAISES, signal.SIGUSR1, "raised too long\nthen 1.0\n"),
+        (READS_AND_RAISES, signal.SIGUSR1, "read 1.0\nraised too long\nthen 2.0\n"),
+        (RAISES_AMONG_STEPS, signal.SIGUSR1, "raised too long\nthen 1.0\n"),
+        (SHUTS_DOWN, signal.SIGUSR1, "raised this strategy was shut down\n"),
         (NOTES, signal.SIGUSR1, "then 1.0\n"),
         (NOTES, signal.SIGINT, "then 1.0\n"),
     ],
-    ids=["reads", "raises", "notes", "notes Ctrl-C"],
+    ids=["reads", "raises", "reads and raises", "raises among steps", "shuts down", "notes", "notes Ctrl-C"],
 )
 def test_a_handler_is_called_while_a_step_computes(
     tmp_path: Path, handler: str, signum: signal.Signals, printed: str

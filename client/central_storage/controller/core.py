@@ -293,13 +293,14 @@ class ControllerCore:
             is_cancelled = isinstance(wait, Settling) and bool(wait.cancelled)
             what = wait.what(self._server_pid) + self._whom(now, is_cancelled)
             if isinstance(wait, Settling) and wait.cancelled:
-                what += f"; press Ctrl-C{' again' * wait.was_interrupted} to end the service"
+                what += f"; press Ctrl-C{' again' * wait.is_after_ctrl_c} to end the service"
             commands.append(NameWait(now - wait.started, what, wait.is_run))
         return commands
 
     def interrupt(self, now: float, raised: Exception | None = None) -> list[Command]:
         """Ctrl-C. It leaves a question; it cancels runs and is raised when they are over; a second one ends the
-        service. ``raised``: a handler of a signal has raised this, which cancels runs, too, but ends no service.
+        service, and the first one if runs are cancelled already. ``raised``: a handler of a signal has raised this,
+        which cancels runs, too, but ends no service.
 
         The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
         Cancel, it would commit what they agreed on.
@@ -310,12 +311,15 @@ class ControllerCore:
                 self.left_off = wait
             return [Fail(KeyboardInterrupt)]
         if wait.cancelled and raised is None:
+            why = "a second Ctrl-C shut it down" if wait.raised is None else "Ctrl-C shut it down"
             wait.raised = None
-            return [End("a second Ctrl-C shut it down"), Fail(KeyboardInterrupt)]
+            return [End(why), Fail(KeyboardInterrupt)]
         if not wait.was_interrupted:
             wait.was_interrupted, wait.raised = True, raised
         if wait.cancelled:
             return []
+        if not wait.series.unanswered:  # an operation of the handler has waited for the runs
+            return self._advance(wait)
         wait.pace = Pace(_AFTER_CTRL_C)
         wait.restart(now)
         return self._cancel(wait)

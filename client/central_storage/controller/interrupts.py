@@ -22,7 +22,8 @@ __all__ = ["Interrupted", "Interrupts"]
 
 # What ``_signal`` has in place of a handler: None for one that is not Python's, and the numbers of SIG_DFL and SIG_IGN.
 _NO_HANDLERS = (None, 0, 1)
-# The signals that come from outside. Those of a fault come from an instruction, which a delayed handler would repeat.
+# The signals that come from outside, without real-time ones. Those of a fault come from an instruction, which a
+# delayed handler would repeat.
 _FAULTS = (4, 5, 6, 7, 8, 11, 31)  # SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS
 _SIGNALS = tuple(number for number in range(1, 32) if number not in (*_FAULTS, SIGKILL, SIGSTOP))
 
@@ -59,15 +60,19 @@ class Interrupts:
         return self._depth > 0
 
     def fileno(self) -> int:
-        """Readable when a signal has come. :meth:`hear` makes it unreadable."""
+        """Readable when a signal has come. :meth:`woken` makes it unreadable."""
         return self._reader
 
     def hear(self) -> None:
         """Raise KeyboardInterrupt for a Ctrl-C that has not been raised yet."""
-        if self.pending and not self._deferred:  # often called
+        if self.pending and not self._deferred and self._takes_ctrl_c():  # often called
             self._drain()
-            if self._takes_ctrl_c():
-                raise KeyboardInterrupt
+            raise KeyboardInterrupt
+
+    def woken(self) -> None:
+        """As :meth:`hear`, for who has found :meth:`fileno` readable and looks at :attr:`pending` next."""
+        self._drain()
+        self.hear()
 
     def call_handlers(self) -> None:
         """Call the handlers of the signals that have come. The caller is at a point where they may begin operations.
@@ -114,12 +119,14 @@ class Interrupts:
         if self._depth != self._outside:
             return
         if self._installed:
-            self._restore()  # from here on, a handler is called when its signal comes
-            if self.pending:
-                self._drain()
-                if isinstance(error, KeyboardInterrupt):
-                    self._takes_ctrl_c()  # another one while the first was raised is the same
-                self._call()  # another error is the context of what it raises: a caller may suppress that error
+            try:
+                self._restore()  # from here on, a handler is called when its signal comes
+            finally:
+                if self.pending:
+                    self._drain()
+                    if isinstance(error, KeyboardInterrupt):
+                        self._takes_ctrl_c()  # another one while the first was raised is the same
+                    self._call()  # another error is the context of what it raises: a caller may suppress that error
         if isinstance(error, Interrupted):
             raise error.error from error.error.__cause__
 
@@ -141,7 +148,10 @@ class Interrupts:
                 self._handlers[number] = signal(number, self._noting)
             self._installed = True
         except BaseException:  # of a handler that was not replaced yet
-            self._restore()
+            try:
+                self._restore()
+            finally:
+                self._call()
             raise
 
     def _restore(self) -> None:

@@ -421,16 +421,19 @@ class ServiceLink:
             session.require_process()
         except ShutdownError:
             return
-        with session.lock, session.interrupts:
-            self._core.forget_write()
-            try:
-                with suppress(ReplicaLostError, ShutdownError):
-                    self._begin()  # but wait for steps that were sent ahead
-            finally:
-                if session.ended is None:
-                    session.say_goodbye()
-                session.release()
-        session.join()
+        with session.lock:
+            is_within = session.interrupts.is_entered  # a handler of a signal has interrupted an operation
+            with session.interrupts:
+                self._core.forget_write()
+                try:
+                    with suppress(ReplicaLostError, ShutdownError):
+                        self._begin()  # but wait for steps that were sent ahead
+                finally:
+                    if session.ended is None:
+                        session.say_goodbye()
+                    session.release()
+        if not is_within:  # that operation holds the lock
+            session.join()
         after, self.after_close = self.after_close, _nothing
         after()
 

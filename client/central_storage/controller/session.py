@@ -141,7 +141,7 @@ class Session:
             self._read,
             linger=_LINGER,
             patience=_PATIENCE,
-            on_wake=self.interrupts.hear,
+            on_wake=self.interrupts.woken,
             rings_late=True,
         )
         self._listener: OutputListener | None = None

@@ -88,7 +88,7 @@ class Settling(Wait):
     cancelled = 0
     #: Whether the workers have been told of the Cancel, too.
     workers_know = False
-    #: Whether Ctrl-C has to be raised when all is over.
+    #: Whether Ctrl-C, or what a handler has raised, has to be raised when all is over.
     was_interrupted = False
 
     def __init__(self, series: Series, left: int, reports: bool, now: float, pace: Pace) -> None:
@@ -108,8 +108,13 @@ class Settling(Wait):
 
     def what(self, server_pid: int) -> str:
         """As :meth:`Wait.what`."""
-        end = f" to end{' after Ctrl-C' * self.was_interrupted}" if self.cancelled else ""
+        end = f" to end{' after Ctrl-C' * self.is_after_ctrl_c}" if self.cancelled else ""
         return f"run {self.series.unanswered[0].run[0]}{end}"
+
+    @property
+    def is_after_ctrl_c(self) -> bool:
+        """Whether the user has pressed it."""
+        return self.was_interrupted and self.raised is None
 
     @property
     def cancel(self) -> messages.Cancel:

@@ -231,9 +231,12 @@ class Steps(Closed):
                 return
             used.append(element)
             ahead += 1
+            sent = series.begun + series.ahead
             try:
                 self._send(element)
-            except Exception as error:  # noqa: BLE001  (as above)
+            except Exception as error:
+                if series.has_failed or series.begun + series.ahead > sent:  # of a handler of a signal
+                    raise
                 self._at_end = error
                 self._elements.give_back([used.pop()])
                 return

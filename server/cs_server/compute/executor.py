@@ -32,7 +32,7 @@ from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_rat
 from .clipping import UNBOUNDED, Clipping
 from .kernels import apply_dense, has_kernel
 from .norms import Kinds, Norms, kinds_of
-from .plans import Plan, rule_of
+from .plans import Arrays, Plan, rule_of
 from .prepared import Prepared, PreparedCommits
 from .sparse import Merged, Table, as_dense, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
@@ -78,6 +78,8 @@ class Executor:
         self._plans: dict[tuple[tuple[tuple[str, tuple[Dense, ...]], ...], int], Plan] = {}
         # By the parts and the bounds of each step, whether all are bounded together, and the number of lanes.
         self._norms: dict[tuple[tuple[tuple[tuple[Dense, ...], int], ...], Kinds, bool, int], Norms] = {}
+        # Of the parts with rows of the apply under way: each piece asks for them.
+        self._mixed: dict[Dense, Arrays] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
         self._prepared = PreparedCommits(self._undo, self._arrays, self._table, memory)
@@ -144,6 +146,8 @@ class Executor:
             self._pool.shutdown()
 
     def _apply(self, operation: Apply) -> None:
+        mixed = [part for update in operation.updates for part in update.dense if part.rows]
+        self._mixed = {part: self._arrays(part) for part in mixed}
         steps = [self._step(update) for update in operation.updates]
         if operation.global_clipnorm is not None or any(step.is_changed for step in steps):
             self._bound(steps, operation)
@@ -153,9 +157,9 @@ class Executor:
             self._clipped(by_element, operation.weights)
         if tables := [step for step in steps if step.sparse]:
             self._rows(tables, operation.weights)
-        if any(part.rows for update in operation.updates for part in update.dense):
-            self._plans.clear()  # they hold gradients of this apply
-            self._norms.clear()
+        if mixed:
+            for known in (self._mixed, self._plans, self._norms):
+                known.clear()  # they hold gradients of this apply
 
     def _step(self, update: Update) -> _Step:
         given = dict(update.hyperparameters)
@@ -326,7 +330,9 @@ class Executor:
         """The hyperparameters for a variable, with the ratio that was noted for it."""
         return {**given, "learning_rate": given["learning_rate"] * float(self._undo.numbers[which])}
 
-    def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    def _arrays(self, part: Dense) -> Arrays:
+        if part.rows and (known := self._mixed.get(part)) is not None:
+            return known
         whole = slice(*part.ranges[0]) if part.rows else slice(None)
 
         def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:

@@ -389,6 +389,22 @@ def test_a_loop_that_ends_names_no_ctrl_c() -> None:
     book.on(Passes(11.0), Names("run 1 to end; press Ctrl-C to end the service$"))
 
 
+def test_what_a_handler_raises_cancels_a_run_and_names_no_ctrl_c() -> None:
+    book = play(RUN[:4]).on(CtrlC(TimeoutError()), *cancels(1, 0, 1)).on(CtrlC(TimeoutError()))
+    book.on(Passes(1.0), asked(WaitReport((1,), 1.0)))
+    book.on(Passes(11.0), Names("run 1 to end; press Ctrl-C to end the service$"))
+    book.on(CtrlC(), End("Ctrl-C shut it down"), Fail(KeyboardInterrupt))
+
+
+def test_what_a_handler_raises_when_its_operation_has_waited_for_the_run() -> None:
+    book = play(RUN[:4])
+    outer = book.waits[0]
+    book.on(Settles())
+    book.on(Hears(finished(1)), Deliver(finished(1))).on(Reads())
+    assert book.waits == [outer]
+    book.on(CtrlC(TimeoutError()), Fail(KeyboardInterrupt))
+
+
 def test_a_wait_after_ctrl_c_is_reported_anew() -> None:
     book = play(RUN[:4]).on(CtrlC(), *cancels(1, 0, 1))
     book.on(Passes(0.5)).on(Passes(0.5), asked(WaitReport((1,), 1.0)))

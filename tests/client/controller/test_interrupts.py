@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from tests.harness.ctrl_c import pressed_everywhere
@@ -126,8 +127,9 @@ def test_a_handler_is_called_at_the_end(interrupts: Interrupts, handled: list[in
         signal.raise_signal(signal.SIGUSR2)
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
-        assert wakes(interrupts)
         interrupts.hear()
+        assert wakes(interrupts)  # a wait that begins now ends at once, and calls them
+        interrupts.woken()
         assert not wakes(interrupts)
         assert not handled
     assert handled == [signal.SIGUSR2, signal.SIGUSR1]
@@ -176,6 +178,26 @@ def test_all_handlers_are_called_though_one_raises(interrupts: Interrupts, handl
             interrupts.call_handlers()
     assert handled == [signal.SIGUSR2]
     assert signal.getsignal(signal.SIGUSR1) is refuse
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["at the beginning", "at the end"])
+def test_all_handlers_are_called_though_one_raises_while_they_are_exchanged(
+    interrupts: Interrupts, handled: list[int], monkeypatch: pytest.MonkeyPatch, at_end: bool
+) -> None:
+    def exchange(number: int, handler: Any) -> Any:
+        before = signal.signal(number, handler)
+        if number == signal.SIGUSR2 and at_end is (before is interrupts._noting):
+            if not at_end:
+                signal.raise_signal(signal.SIGUSR1)
+            raise TimeoutError("too long")
+        return before
+
+    monkeypatch.setattr("central_storage.controller.interrupts.signal", exchange)
+    with pytest.raises(TimeoutError, match="too long"), interrupts:
+        signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1]
+    assert not interrupts.pending
+    assert not interrupts.is_entered
 
 
 def test_a_handler_may_set_another_one(interrupts: Interrupts, handled: list[int]) -> None:

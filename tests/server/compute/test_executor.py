@@ -219,6 +219,19 @@ def test_the_rate_follows_the_norms_of_each_variable(
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
+def test_rows_that_meet_a_dense_gradient_are_made_dense_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pieces ask for them. The time would grow with the square of the table."""
+    monkeypatch.setattr(executor, "_PIECE", 100)
+    made, plain = list[int](), executor.as_dense
+    monkeypatch.setattr(executor, "as_dense", lambda *given: made.append(len(made)) or plain(*given))
+    memory = Bytes(**{name: np.ones(1000) for name in ("w", "m", "v", "g0", "g1")})
+    rows = array_of(np.ones((2, 4))), array_of(np.array([3, 1]))
+    part = Dense("float64", ((0, 1000),), "w", ("m", "v"), ("g0", "g1"), rows=(None, rows))
+    given = tuple({**LAMB, "clipnorm": 0.5}.items())
+    commit(memory, Apply((Update("lamb", given, 1, (part,)),)))
+    assert len(made) == 1
+
+
 def test_lazy_rows_move_by_the_norms_of_the_named_rows() -> None:
     random = np.random.default_rng(7)
     table, moments = random.standard_normal((30, 4)), [np.zeros((30, 4)) for _ in range(2)]

@@ -303,6 +303,18 @@ def dense(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple
     return memory, (Apply((Update(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)),)
 
 
+def mixed(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple[Bytes, tuple[Operation, ...]]:
+    """One replica brings rows of the second variable, and the other a dense gradient."""
+    memory, (apply,) = dense(rule, dtype, given)
+    (update,) = apply.updates
+    (part,) = update.dense
+    one, other = part.ranges
+    values = np.random.default_rng(5).standard_normal((3, 13)).astype(dtype)
+    rows = (array_of(values), array_of(np.array([2, 0, 2]))), None
+    parts = with_changes(part, ranges=(one,)), with_changes(part, ranges=(other,), rows=rows)
+    return memory, (with_changes(apply, updates=(with_changes(update, dense=parts),)),)
+
+
 def together(**bounds: float) -> tuple[Bytes, tuple[Operation, ...]]:
     """Steps of several optimizers in one apply: of compiled rules and the reference, of two dtypes and of rows."""
     memory, (first,) = dense("adam", "float32")
@@ -360,6 +372,14 @@ def test_dense_updates_by_the_reference(rule: str, dtype: str) -> None:
 )
 def test_clipped_updates(dtype: str, bound: dict[str, float]) -> None:
     survives(lambda: dense("adam", dtype, bound), 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "given"),
+    [("adam", "float32", {}), ("adam", "float16", {"clipnorm": 0.3}), ("lamb", "float32", {"global_clipnorm": 0.3})],
+)
+def test_rows_that_meet_a_dense_gradient(rule: str, dtype: str, given: dict[str, float]) -> None:
+    survives(lambda: mixed(rule, dtype, given), 2)
 
 
 @WAYS_OF_MANY_EVENTS

@@ -142,6 +142,11 @@ def test_another_generator_is_seeded() -> None:
         np.random.rand()
         assert draw() == wanted
         assert draw(step=6) != wanted
+        normal = []
+        for _ in range(2):
+            draw()
+            normal.append(np.random.standard_normal())  # the generator keeps a second one
+        assert normal[0] == normal[1]
     finally:
         np.random.set_bit_generator(mine)
 

@@ -96,10 +96,10 @@ class Seeds:
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if self._numpy is None or self._numpy[0] is not bits:
             self._numpy = (bits, _words_of_numpy(bits)) if type(bits) is np.random.MT19937 else None
+        np.random.set_bit_generator(bits)  # type: ignore[attr-defined]  # forgets the second number of a pair
         if self._numpy is None:
             np.random.seed(words[:4].tolist())
         else:
-            np.random.set_bit_generator(bits)  # type: ignore[attr-defined]  # forgets the second number of a pair
             self._numpy[1][:_WORDS] = halves[:_WORDS]
             self._numpy[1][_WORDS] = _WORDS
         python = halves[_WORDS : 2 * _WORDS]
