@@ -138,3 +138,46 @@ def test_a_handler_is_called_while_a_step_computes(
         ended = child.wait()
     assert ended.code == 0, ended
     assert ended.out.replace("[w0] ", "").replace("computing\n", "") == printed
+
+
+LEAVES_STEPS = """
+def passes(number):
+    w.assign_add(1.0)
+    while number.sum() == 1 and not there.exists():
+        time.sleep(0.01)
+
+
+def steps():
+    data = cs.data.Dataset.range(5).batch(1)
+    return strategy.run_steps(passes, strategy.experimental_distribute_dataset(data))
+
+
+def handler(*_):
+    there.touch()
+    left.append(steps())
+    next(left[0])
+
+
+def in_the_first_wait(timeout):
+    session.receive = receive
+    signal.raise_signal(signal.SIGUSR1)
+
+
+left = []
+signal.signal(signal.SIGUSR1, handler)
+first = steps()
+next(first)
+session = strategy.controller._session
+receive, session.receive = session.receive, in_the_first_wait
+print("read", float(w.numpy()), left[0]._series.ahead)
+print("left", sum(1 for _ in left[0]))
+"""
+
+
+def test_an_operation_waits_for_the_steps_that_a_handler_sends_ahead_in_its_wait(tmp_path: Path) -> None:
+    script = tmp_path / "trains.py"
+    script.write_text(SCRIPT + LEAVES_STEPS)
+    with start(script, tmp_path / "there") as child:
+        ended = child.wait()
+    assert ended.code == 0, ended
+    assert ended.out == "read 6.0 0\nleft 4\n"

@@ -565,8 +565,8 @@ class ServiceLink:
             self._session.require_service()
         if self._core.left_off is not None and (question := self._core.finish_write(time.monotonic())) is not None:
             self._finish_write(question)
-        if self._core.latest is not series and (before := self._core.unsettled(series)) is not None:
-            self._runs.settle(before)
+        while self._core.latest is not series and (before := self._core.unsettled(series)) is not None:
+            self._runs.settle(before)  # a handler of a signal may send more steps ahead meanwhile
         if self._forgotten and series is None and not self._core.has_unanswered:
             self._free_forgotten()
 
