@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 # One more than the processors of the smallest machine that runs the tests, because many tests wait.
 JOBS   ?= 3
-# The version of Ray in test-ray: the newest that the project takes, or for example the oldest, RAY=2.52.1.
+# The version of Ray in test-ray: the newest that the project takes, or for example the oldest, RAY=2.52.0.
 RAY    ?=
 BIN    := $(VENV)/bin
 # The tests of a file share services, so they run in one process. The files with the most tests come first.
@@ -72,7 +72,7 @@ test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX,
 	@$(PYTEST) tests/interop client/central_storage/torch --ignore=tests/interop/jax
 	@$(PYTEST) tests/interop/jax client/central_storage/jax  # in a process of its own: with JAX's threads, a fork of a DataLoader is a warning
 
-test-ray: $(VENV)/.installed-ray$(RAY)  ## Ray, which is installed first (RAY=2.52.1: the oldest): workers that it places, actors, trials of Tune, Train and Data
+test-ray: $(VENV)/.installed-ray$(RAY)  ## Ray, which is installed first (RAY=2.52.0: the oldest): workers that it places, actors, trials of Tune, Train and Data
 	@$(PYTEST) -n 2 tests/ray  # each of the two has nodes of Ray of its own
 
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
@@ -85,7 +85,7 @@ test-pythons: $(VENV)/.installed-dev  ## the wheel under every other Python that
 	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
 
 test-all:  ## all tests above
-	@for tier in test test-slow test-properties test-zeromq test-interop "test-ray RAY=2.52.1" test-ray test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
+	@for tier in test test-slow test-properties test-zeromq test-interop "test-ray RAY=2.52.0" test-ray test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
 		$(MAKE) --no-print-directory $$tier || exit; \
 	done
 
