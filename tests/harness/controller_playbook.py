@@ -22,6 +22,7 @@ from central_storage.controller.commands import (
     NameWait,
     OfferMailbox,
     Post,
+    Raise,
     Refuse,
     worker_name,
 )
@@ -274,9 +275,9 @@ class Playbook:
         for command in commands:
             if isinstance(command, End):
                 self.has_ended = True
-            elif isinstance(command, Fail | Refuse) and self.waits:
-                wait = self.waits[-1]
-                if isinstance(wait, Settling) and command != Fail(KeyboardInterrupt):
+            elif isinstance(command, Fail | Raise | Refuse) and self.waits:
+                wait, is_over = self.waits[-1], isinstance(command, Raise) or command == Fail(KeyboardInterrupt)
+                if isinstance(wait, Settling) and not is_over:
                     assert self.core.fail(wait, RuntimeError(str(command))) == []
                 self._leave()
         while self.waits and self.waits[-1].is_over:

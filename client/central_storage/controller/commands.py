@@ -17,6 +17,7 @@ __all__ = [
     "NameWait",
     "OfferMailbox",
     "Post",
+    "Raise",
     "Refuse",
     "worker_name",
 ]
@@ -85,6 +86,13 @@ class Fail:
 
 
 @frozen
+class Raise:
+    """Raise in the script what a handler of a signal has raised: the runs that it cancelled are over."""
+
+    error: Exception
+
+
+@frozen
 class Refuse:
     """Raise in the script what the server refused a message with that has no number."""
 
@@ -98,4 +106,4 @@ class End:
     reason: str
 
 
-Command = Post | Connect | OfferMailbox | Interrupt | NameWait | Deliver | Fail | Refuse | End
+Command = Post | Connect | OfferMailbox | Interrupt | NameWait | Deliver | Fail | Raise | Refuse | End

@@ -36,6 +36,7 @@ from .commands import (
     NameWait,
     OfferMailbox,
     Post,
+    Raise,
     Refuse,
     worker_name,
 )
@@ -454,6 +455,8 @@ class ControllerCore:
         unanswered = wait.series.unanswered
         if len(unanswered) <= (0 if wait.cancelled else wait.left):
             wait.is_over = True
+            if wait.raised is not None:
+                return [Raise(wait.raised)]
             return [Fail(KeyboardInterrupt)] if wait.was_interrupted else []
         return self._next(wait)
 

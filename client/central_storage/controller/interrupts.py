@@ -26,6 +26,8 @@ _NO_HANDLERS = (None, 0, 1)
 # delayed handler would repeat.
 _FAULTS = (4, 5, 6, 7, 8, 11, 31)  # SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS
 _SIGNALS = tuple(number for number in range(1, 32) if number not in (*_FAULTS, SIGKILL, SIGSTOP))
+# So many signals may come, and raise, while handlers are put back. The next operation puts back what is left.
+_TRIES = 5
 
 
 class Interrupted(BaseException):
@@ -147,7 +149,7 @@ class Interrupts:
             for number in self._handlers:
                 self._handlers[number] = signal(number, self._noting)
             self._installed = True
-        except BaseException:  # of a handler that was not replaced yet
+        except BaseException:  # whatever a handler that was not replaced yet has raised
             try:
                 self._restore()
             finally:
@@ -157,13 +159,13 @@ class Interrupts:
     def _restore(self) -> None:
         """Put the handlers back, but for those that were changed meanwhile."""
         self._installed, raised = False, None
-        while True:
+        for _ in range(_TRIES):
             try:
                 for number, handler in self._handlers.items():
                     if getsignal(number) is self._noting:
                         signal(number, handler)
                 break
-            except BaseException as error:  # noqa: BLE001  (of a handler that is back in its place)
+            except BaseException as error:  # noqa: BLE001  (whatever a handler that is back raises: the others follow)
                 raised = error
         if raised is not None:
             raise raised
@@ -174,8 +176,8 @@ class Interrupts:
             number = self.pending.popleft()
             try:
                 raise_signal(number)
-            except BaseException:
-                self._call()  # the others, too
+            except BaseException:  # whatever a handler raises, which does not keep the others from being called
+                self._call()
                 raise
 
     def _takes_ctrl_c(self) -> bool:

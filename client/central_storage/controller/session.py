@@ -46,6 +46,7 @@ from .commands import (
     NameWait,
     OfferMailbox,
     Post,
+    Raise,
     Refuse,
     worker_name,
 )
@@ -278,10 +279,6 @@ class Session:
                             self.carry_out(core.hear(record, time.monotonic()))
                 if not wait.is_over:
                     now = time.monotonic()
-        except KeyboardInterrupt:
-            if wait.raised is None:
-                raise
-            raise Interrupted(wait.raised) from None
         finally:
             core.leave(wait)
             self._is_waiting = was_waiting
@@ -339,6 +336,8 @@ class Session:
                 self._post(peer, self._encoded(message, function))
             case Fail(kind, why):
                 raise kind(why) if why else kind()
+            case Raise(error):
+                raise Interrupted(error)
             case Refuse(error):
                 raise to_exception(error, self.copy, self.resolve)
             case Interrupt(replica):

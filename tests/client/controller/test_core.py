@@ -40,8 +40,9 @@ from tests.harness.controller_playbook import (
     worker,
 )
 
-from central_storage.controller.commands import Command, Deliver, End, Fail, Interrupt, Post, Refuse
+from central_storage.controller.commands import Command, Deliver, End, Fail, Interrupt, Post, Raise, Refuse
 from central_storage.controller.core import ControllerCore
+from central_storage.controller.waits import Settling
 from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.descriptors import Location
@@ -402,7 +403,16 @@ def test_what_a_handler_raises_when_its_operation_has_waited_for_the_run() -> No
     book.on(Settles())
     book.on(Hears(finished(1)), Deliver(finished(1))).on(Reads())
     assert book.waits == [outer]
-    book.on(CtrlC(TimeoutError()), Fail(KeyboardInterrupt))
+    error = TimeoutError()
+    book.on(CtrlC(error), Raise(error))
+
+
+def test_what_a_handler_raises_comes_out_though_the_wait_fails() -> None:
+    error = TimeoutError()
+    book = play(RUN[:4]).on(CtrlC(error), *cancels(1, 0, 1))
+    (wait,) = book.waits
+    assert isinstance(wait, Settling)
+    assert book.core.fail(wait, RuntimeError("the server is lost")) == [Raise(error)]
 
 
 def test_a_wait_after_ctrl_c_is_reported_anew() -> None:

@@ -235,3 +235,20 @@ def test_what_a_handler_raised_in_a_wait_is_raised_at_the_end(interrupts: Interr
         raise Interrupted(error)
     assert raised.value is error
     assert raised.value.__suppress_context__
+
+
+def test_handlers_that_cannot_be_put_back_are_by_the_next_operation(
+    interrupts: Interrupts, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("refused")
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ValueError, match="refused"), interrupts:
+        monkeypatch.setattr("central_storage.controller.interrupts.signal", refuse)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGUSR1) is not before
+    with interrupts:
+        signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is before
