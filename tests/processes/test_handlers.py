@@ -38,10 +38,7 @@ strategy.run(step)
 print("then", float(w.numpy()))
 """
 
-RAISES = """
-def handler(*_):
-    raise TimeoutError("too long")
-
+_RUNS = """
 signal.signal(signal.SIGUSR1, handler)
 try:
     strategy.run(step)
@@ -52,20 +49,17 @@ strategy.run(step)
 print("then", float(w.numpy()))
 """
 
-READS_AND_RAISES = """
+RAISES = f"""
+def handler(*_):
+    raise TimeoutError("too long")
+{_RUNS}"""
+
+READS_AND_RAISES = f"""
 def handler(*_):
     there.touch()
     print("read", float(w.numpy()), flush=True)
     raise TimeoutError("too long")
-
-signal.signal(signal.SIGUSR1, handler)
-try:
-    strategy.run(step)
-except TimeoutError as error:
-    print("raised", error)
-strategy.run(step)
-print("then", float(w.numpy()))
-"""
+{_RUNS}"""
 
 RAISES_AMONG_STEPS = """
 def handler(*_):
