@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 import types
 import typing
@@ -128,8 +129,11 @@ def written(text: str) -> str:
 
 
 def _fields(kind: type[Record]) -> str:
+    """The fields in order. Those of one type that follow one another share its name."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return ", ".join(f"{field.name}: {_type(hints[field.name])}" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    alike = itertools.groupby(names, key=lambda name: _type(hints[name]))
+    return "; ".join(f"{', '.join(group)}: {shared}" for shared, group in alike)
 
 
 def _type(hint: Any) -> str:
